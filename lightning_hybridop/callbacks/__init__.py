@@ -1,0 +1,8 @@
+"""Callbacks for Lightning's Trainer that look into a pipeline and write what it learnt."""
+
+from lightning_hybridop.callbacks.adapter_checkpoint import AdapterCheckpoint
+from lightning_hybridop.callbacks.comu_ti import ComuTi, RunMeans
+from lightning_hybridop.callbacks.peak_memory import PeakMemory, peak_memory_mib
+from lightning_hybridop.callbacks.pipeline_trace import PipelineTrace
+
+__all__ = ["AdapterCheckpoint", "ComuTi", "PeakMemory", "PipelineTrace", "RunMeans", "peak_memory_mib"]

@@ -1,0 +1,1 @@
+"""What stands behind `hybridop <command>`: configurations, checks before a run, and the start of its processes."""

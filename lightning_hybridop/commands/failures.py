@@ -1,0 +1,52 @@
+"""How exceptions reach the terminal: as one sentence, also from another process."""
+
+import json
+import time
+from pathlib import Path
+
+from hydra.errors import InstantiationException
+
+
+class RunError(RuntimeError):
+    """A process of a run failed; the message names it and its error."""
+
+
+class RunInterruptedError(RuntimeError):
+    """The run was ended by the signal of number `signal`."""
+
+    def __init__(self, signal: int) -> None:
+        super().__init__(f"The run was ended by signal {signal}.")
+        self.signal = signal
+
+
+def sentence(error: BaseException) -> str:
+    """Return what `error` says in one line, with its type where that adds something."""
+    # Hydra wraps what a class or function of the configuration raised.
+    while isinstance(error, InstantiationException) and error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split())
+    kind = type(error)
+    if text and (kind.__module__.startswith("lightning_hybridop") or kind is ValueError):
+        return text
+    return f"{kind.__name__}: {text}" if text else kind.__name__
+
+
+def write_failure(logs: Path, rank: int, error: BaseException) -> None:
+    """Leave a note of why rank `rank` failed, and when, for the process that started it."""
+    # A neighbour that is gone is why the others fail, not why the run does.
+    consequence = type(error).__name__ in ("TransportError", "DistBackendError", "DistNetworkError")
+    note = {"rank": rank, "time": time.time(), "consequence": consequence, "sentence": sentence(error)}
+    _note(logs, rank).write_text(json.dumps(note), encoding="utf-8")
+
+
+def first_failure(logs: Path) -> str | None:
+    """Return why the run failed according to the notes: the first cause, else the first consequence of one."""
+    notes = [json.loads(path.read_text(encoding="utf-8")) for path in logs.glob("rank_*.failure.json")]
+    if not notes:
+        return None
+    first = min(notes, key=lambda note: (note["consequence"], note["time"]))
+    return f"rank {first['rank']}: {first['sentence']}"
+
+
+def _note(logs: Path, rank: int) -> Path:
+    return logs / f"rank_{rank}.failure.json"

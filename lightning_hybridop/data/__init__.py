@@ -1,0 +1,1 @@
+"""Data for the recipes: labelled texts as prompts, in ready LightningDataModules."""

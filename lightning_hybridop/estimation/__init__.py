@@ -1,0 +1,1 @@
+"""Zeroth-order gradient estimation: directions as pure functions, estimators as formulas."""

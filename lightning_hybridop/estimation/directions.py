@@ -1,0 +1,40 @@
+"""Directions `z`: pure functions of their key, so that a device replays them instead of storing them."""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectionKey:
+    """What a direction is a function of, besides the parameter's name.
+
+    `step` counts training batches from the start of training. `micro_batch` is None when all micro-batches of
+    a mini-batch share their directions (`directions="minibatch"`).
+    """
+
+    seed: int
+    step: int
+    micro_batch: int | None
+    query: int
+
+
+def derive_seed(*parts: object) -> int:
+    """Return a 63-bit seed that is a pure function of `parts` (their `repr`), equal on every host."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def direction(key: DirectionKey, name: str, shape: torch.Size) -> Tensor:
+    """Return the standard normal direction of one parameter, float32 on the CPU, of the parameter's `shape`.
+
+    Counter-based (Philox): the value depends on the key and the parameter's name alone, not on what was drawn
+    before, on the device, on the stage split or on any global random state.
+    """
+    text = repr((key.seed, key.step, key.micro_batch, key.query, name))
+    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    generator = numpy.random.Generator(numpy.random.Philox(key=int.from_bytes(digest, "little")))
+    return torch.from_numpy(generator.standard_normal(tuple(shape), dtype=numpy.float32))

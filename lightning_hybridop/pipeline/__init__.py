@@ -1,0 +1,1 @@
+"""A stage of the pipeline with real tensors: the cut model, its transport and its engine."""

@@ -1,0 +1,164 @@
+"""Reads a model's structure: its blocks, what runs before them and what runs behind them."""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybridop.pipeline.stand_ins import StageBoundary
+
+
+class CutError(ValueError):
+    """The model cannot be cut into the stages asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anatomy:
+    """Where a model can be cut; all names are those of the unsplit model.
+
+    `blocks_name` is the `nn.ModuleList` of transformer blocks, `embedding_name` the token embedding (None when the
+    model does not say), `behind` the modules that run behind the blocks (final norm, head, pooler), `width` the size
+    D of the hidden state [B, T, D], and `returns_tuple` the blocks' return convention.
+    """
+
+    blocks_name: str
+    blocks: int
+    embedding_name: str | None
+    behind: tuple[str, ...]
+    width: int
+    returns_tuple: bool
+
+    def block_of(self, name: str) -> int | None:
+        """Return the block that the parameter or module `name` lies in, None outside the blocks."""
+        prefix = self.blocks_name + "."
+        return int(name[len(prefix) :].split(".")[0]) if name.startswith(prefix) else None
+
+    def is_behind(self, name: str) -> bool:
+        """Tell whether the parameter or module `name` lies behind the blocks."""
+        return any(name == module or name.startswith(module + ".") for module in self.behind)
+
+
+def find_blocks(module: nn.Module, name: str | None) -> str:
+    """Return the name of the list of blocks: the longest outermost `nn.ModuleList`, or `name` if given."""
+    lists = {path: child for path, child in module.named_modules() if isinstance(child, nn.ModuleList)}
+    if name is not None:
+        matches = [path for path in lists if path == name or path.endswith("." + name)]
+        if len(matches) != 1:
+            raise CutError(
+                f"blocks={name!r} names {len(matches)} module lists, expected exactly one of: {', '.join(lists)}."
+            )
+        return matches[0]
+    outermost = [path for path in lists if not any(path.startswith(other + ".") for other in lists)]
+    if not outermost:
+        raise CutError(
+            f"{type(module).__name__} has no nn.ModuleList of transformer blocks; a pipeline needs one to cut at."
+        )
+    return max(outermost, key=lambda path: len(lists[path]))
+
+
+def read_anatomy(module: nn.Module, *, blocks_name: str | None = None) -> Anatomy:
+    """Return the anatomy of `module` (a LightningModule or a bare model).
+
+    A model with `get_input_embeddings()` is run on two tokens up to its first block, which shows what runs before
+    the blocks and how a block returns its hidden state. Any other model is judged by the order of its modules.
+    """
+    path = find_blocks(module, blocks_name)
+    block_list = module.get_submodule(path)
+    assert isinstance(block_list, nn.ModuleList)
+    siblings = dict(_siblings(module, path))
+    language_model = _language_model(module, path)
+    embedding_name = None
+    if language_model is not None:
+        embedding = language_model.get_input_embeddings()
+        embedding_name = next((name for name, child in module.named_modules() if child is embedding), None)
+    probe = _probe(language_model, block_list[0], siblings) if language_model is not None else None
+    if probe is None:
+        behind = tuple(name for name, (_, registered_behind) in siblings.items() if registered_behind)
+        returns_tuple = "tuple" in str(inspect.signature(block_list[0].forward).return_annotation).lower()
+        width = _first_embedding_width(module)
+    else:
+        ran_before, returned = probe
+        returns_tuple = isinstance(returned, tuple)
+        width = (returned[0] if isinstance(returned, tuple) else returned).shape[-1]
+        behind = tuple(
+            name
+            for name, (child, _) in siblings.items()
+            if name not in ran_before and any(True for _ in child.parameters())
+        )
+    if embedding_name is not None:
+        behind = tuple(name for name in behind if not f"{embedding_name}.".startswith(name + "."))
+    return Anatomy(
+        blocks_name=path,
+        blocks=len(block_list),
+        embedding_name=embedding_name,
+        behind=behind,
+        width=width,
+        returns_tuple=returns_tuple,
+    )
+
+
+def _first_embedding_width(module: nn.Module) -> int:
+    for child in module.modules():
+        if isinstance(child, nn.Embedding):
+            return child.embedding_dim
+    raise CutError(
+        f"{type(module).__name__} neither takes bare `input_ids` nor holds an nn.Embedding, so the size of its hidden "
+        "state is unknown; give the model a `get_input_embeddings()` method and let it accept `input_ids`."
+    )
+
+
+def _siblings(module: nn.Module, path: str) -> Iterator[tuple[str, tuple[nn.Module, bool]]]:
+    """Yield every module beside the way down to the blocks, with whether it is registered behind that way."""
+    ancestor, prefix = module, ""
+    for part in path.split("."):
+        passed = False
+        for name, child in ancestor.named_children():
+            if name == part:
+                passed = True
+            else:
+                yield prefix + name, (child, passed)
+        ancestor, prefix = ancestor.get_submodule(part), f"{prefix}{part}."
+
+
+def _language_model(module: nn.Module, path: str) -> nn.Module | None:
+    """Return the outermost Hugging Face style model on the way down to the blocks."""
+    ancestor = module
+    for part in path.split("."):
+        ancestor = ancestor.get_submodule(part)
+        # peft's wrappers forward attribute reads, so ask the class: only the model itself defines the method.
+        if hasattr(type(ancestor), "get_input_embeddings"):
+            return ancestor
+    return None
+
+
+def _probe(
+    model: nn.Module, first_block: nn.Module, siblings: dict[str, tuple[nn.Module, bool]]
+) -> tuple[frozenset[str], Tensor | tuple[Tensor, ...]] | None:
+    """Run two tokens through the first block: what ran before it, and what it returned. None when the model does not take bare `input_ids`."""
+    ran: set[str] = set()
+    returned: list[Tensor | tuple[Tensor, ...]] = []
+
+    def stop(_module: nn.Module, _arguments: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        returned.append(output)
+        raise StageBoundary(torch.empty(0))
+
+    handles = [first_block.register_forward_hook(stop)]
+    for name, (child, _) in siblings.items():
+        for descendant in child.modules():
+            handles.append(descendant.register_forward_pre_hook(lambda *_, name=name: ran.add(name)))
+    device = next(model.parameters()).device
+    tokens_BT = torch.zeros(1, 2, dtype=torch.long, device=device)
+    devices = [device] if device.type not in ("cpu", "meta") else []
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            model(input_ids=tokens_BT)
+    except StageBoundary:
+        return frozenset(ran), returned[0]
+    except Exception:  # any model of the user's may refuse these tokens; the order of modules decides then
+        return None
+    finally:
+        for handle in handles:
+            handle.remove()
+    return None

@@ -1,0 +1,344 @@
+"""Runs one stage's actions with real tensors: the second reader of a schedule (DESIGN idea B)."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybridop.estimation.directions import derive_seed
+from lightning_hybridop.estimation.estimators import Directions, query_key
+from lightning_hybridop.estimation.perturbation import perturbed
+from lightning_hybridop.pipeline.stage import StageModel
+from lightning_hybridop.pipeline.transport import Channel
+from lightning_hybridop.planning.plan import Plan
+from lightning_hybridop.schedules.actions import Action, Kind
+from lightning_hybridop.schedules.timeline import TimedAction
+
+# How many receives are announced ahead of the one that is waited for: enough for a transfer to run beside the
+# computation, few enough to bound the buffers of a stage that lags behind.
+RECEIVES_AHEAD = 4
+
+
+class StepError(RuntimeError):
+    """The user's step returned something that cannot be trained on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """The user's step on one micro-batch, in its three uses; each takes the micro-batch's number.
+
+    `base` is the only one whose logging counts. All return what the user's step returns.
+    """
+
+    base: Callable[[int], Any]
+    perturbed: Callable[[int], Any]
+    early_exit: Callable[[int], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Perturbation:
+    """How directions are drawn, as far as a stage needs to know."""
+
+    seed: int
+    step: int
+    epsilon: float
+    directions: Directions
+
+
+@dataclass(slots=True, kw_only=True)
+class StageOutcome:
+    """What one stage knows after a mini-batch.
+
+    Losses are keyed by (micro-batch, query or None, sign); the last stage holds `base` and `perturbed`, the exit
+    stage `early_exit`. `gradients` are those of the stage's own backward passes, by parameter name.
+    """
+
+    base: dict[tuple[int, int | None, int], float] = field(default_factory=dict)
+    perturbed: dict[tuple[int, int | None, int], float] = field(default_factory=dict)
+    early_exit: dict[tuple[int, int | None, int], float] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    timeline: list[TimedAction] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """Activations that a backward will need: the leaf that came in and the end of the graph that went out."""
+
+    received_BTD: Tensor | None
+    end: Tensor
+
+
+class Engine:
+    """Executes schedules on one stage.
+
+    Args:
+        model: this stage's part of the user's model.
+        plan: the plan of the whole pipeline.
+        stage: which of the plan's stages this is.
+        parameters: the trainable parameters that this stage owns, by name.
+        zo_parameters: those of them that a zo stage perturbs.
+        channels: a channel to each neighbouring stage, keyed by that stage.
+        width: size D of the hidden state [B, T, D].
+        boundary_dtypes: dtype in which stage `i` sends its hidden states, for every stage.
+        device: where this stage computes.
+        clock_offset: seconds to add to `time.perf_counter()` to get rank 0's.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: StageModel,
+        plan: Plan,
+        stage: int,
+        parameters: Mapping[str, nn.Parameter],
+        zo_parameters: Mapping[str, nn.Parameter],
+        channels: Mapping[int, Channel],
+        width: int,
+        boundary_dtypes: Sequence[torch.dtype],
+        device: torch.device,
+        clock_offset: float,
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        self.stage = stage
+        self.parameters = parameters
+        self.zo_parameters = zo_parameters
+        self.channels = channels
+        self.width = width
+        self.boundary_dtypes = boundary_dtypes
+        self.device = device
+        self.clock_offset = clock_offset
+        self.learns_by_backward = plan.stages[stage].role == "bp"
+        self.is_last = stage == len(plan.stages) - 1
+        self.sends_gradient = self.learns_by_backward and stage > 0 and plan.stages[stage - 1].role == "bp"
+
+    def train(
+        self,
+        actions: Sequence[Action],
+        *,
+        steps: Steps,
+        token_shapes: Sequence[tuple[int, int]],
+        weights: Sequence[float],
+        perturbation: Perturbation,
+    ) -> StageOutcome:
+        """Execute this stage's actions of one training mini-batch.
+
+        `token_shapes` are the micro-batches' (rows, length), `weights` their shares of the loss. Gradients that the
+        parameters held before are left as they were; the new ones are in the outcome.
+        """
+        outcome = StageOutcome()
+        kept: dict[int, _Kept] = {}
+        exit_inputs: dict[int, Tensor | None] = {}
+        keeps_exit_input = any(action.kind is Kind.EXIT and action.query is None for action in actions)
+        with self._own_gradients(outcome.gradients):
+            for position, action in enumerate(actions):
+                incoming = self._receive(actions, position, token_shapes)
+                if action.kind is Kind.FORWARD and keeps_exit_input:
+                    exit_inputs[action.micro_batch] = incoming
+                if action.kind is Kind.EXIT and action.query is None:
+                    incoming = exit_inputs.pop(action.micro_batch)
+                started = time.perf_counter()
+                with self._dropout_of(action, perturbation):
+                    match action.kind:
+                        case Kind.FORWARD:
+                            outgoing = self._forward(action, steps, incoming, kept, outcome)
+                        case Kind.BACKWARD:
+                            outgoing = self._backward(action, weights, incoming, kept)
+                        case Kind.PERTURBED:
+                            outgoing = self._perturbed(action, steps, incoming, perturbation, outcome)
+                        case Kind.EXIT:
+                            outgoing = self._early_exit(action, steps, incoming, perturbation, outcome)
+                self._record(action, started, outcome.timeline)
+                if outgoing is not None:
+                    self._send(action, outgoing)
+        for channel in self.channels.values():
+            channel.flush()
+        return outcome
+
+    def evaluate(
+        self, actions: Sequence[Action], *, step: Callable[[int], Any], token_shapes: Sequence[tuple[int, int]]
+    ) -> list[Any]:
+        """Execute a forward-only schedule; the last stage returns the step's outputs, the others an empty list."""
+        outputs: list[Any] = []
+        for position, action in enumerate(actions):
+            incoming = self._receive(actions, position, token_shapes)
+            run = lambda: step(action.micro_batch)  # noqa: B023, E731  # called within this iteration only
+            if self.is_last:
+                outputs.append(self.model.output(run, incoming))
+            else:
+                self._send(action, self.model.hidden(run, incoming))
+        for channel in self.channels.values():
+            channel.flush()
+        return outputs
+
+    def _forward(
+        self,
+        action: Action,
+        steps: Steps,
+        received_BTD: Tensor | None,
+        kept: dict[int, _Kept],
+        outcome: StageOutcome,
+    ) -> Tensor | None:
+        def run() -> Any:
+            return steps.base(action.micro_batch)
+
+        if received_BTD is not None and self.learns_by_backward:
+            received_BTD.requires_grad_()
+        with torch.set_grad_enabled(self.learns_by_backward):
+            if self.is_last:
+                end = loss_of(self.model.output(run, received_BTD))
+                outcome.base[action.micro_batch, None, 1] = float(end.detach())
+            else:
+                end = self.model.hidden(run, received_BTD)
+        if self.learns_by_backward:
+            kept[action.micro_batch] = _Kept(received_BTD=received_BTD, end=end)
+        return None if self.is_last else end
+
+    def _backward(
+        self, action: Action, weights: Sequence[float], gradient_BTD: Tensor | None, kept: dict[int, _Kept]
+    ) -> Tensor | None:
+        micro_batch = kept.pop(action.micro_batch)
+        weight = weights[action.micro_batch]
+        # A micro-batch without label tokens has a loss of 0/0; its gradient is left out, not multiplied by 0.
+        if weight > 0.0 and micro_batch.end.requires_grad:
+            torch.autograd.backward(micro_batch.end * weight if gradient_BTD is None else micro_batch.end, gradient_BTD)
+        if not self.sends_gradient:
+            return None
+        assert micro_batch.received_BTD is not None
+        gradient = micro_batch.received_BTD.grad
+        return torch.zeros_like(micro_batch.received_BTD) if gradient is None else gradient
+
+    @torch.no_grad()
+    def _perturbed(
+        self,
+        action: Action,
+        steps: Steps,
+        received_BTD: Tensor | None,
+        perturbation: Perturbation,
+        outcome: StageOutcome,
+    ) -> Tensor | None:
+        assert action.query is not None
+        with self._moved(action, action.query, perturbation):
+            if self.is_last:
+                loss = loss_of(self.model.output(lambda: steps.perturbed(action.micro_batch), received_BTD))
+                outcome.perturbed[action.micro_batch, action.query, action.sign] = float(loss)
+                return None
+            return self.model.hidden(lambda: steps.perturbed(action.micro_batch), received_BTD)
+
+    @torch.no_grad()
+    def _early_exit(
+        self,
+        action: Action,
+        steps: Steps,
+        received_BTD: Tensor | None,
+        perturbation: Perturbation,
+        outcome: StageOutcome,
+    ) -> Tensor | None:
+        moved = (
+            nullcontext()
+            if action.query is None
+            else self._moved(action, self.plan.queries + action.query, perturbation)
+        )
+        with moved:
+            if self.stage == self.plan.exit_stage:
+                with self.model.exiting():
+                    output = self.model.output(lambda: steps.early_exit(action.micro_batch), received_BTD)
+                outcome.early_exit[action.micro_batch, action.query, action.sign] = float(loss_of(output))
+                return None
+            return self.model.hidden(lambda: steps.early_exit(action.micro_batch), received_BTD)
+
+    @contextmanager
+    def _moved(self, action: Action, query: int, perturbation: Perturbation) -> Iterator[None]:
+        """Move this stage's zo parameters along the direction of a query; other roles have none to move."""
+        key = query_key(
+            seed=perturbation.seed,
+            step=perturbation.step,
+            directions=perturbation.directions,
+            micro_batch=action.micro_batch,
+            query=query,
+        )
+        with perturbed(self.zo_parameters, key, action.sign * perturbation.epsilon):
+            yield
+
+    @contextmanager
+    def _dropout_of(self, action: Action, perturbation: Perturbation) -> Iterator[None]:
+        """Give every forward of a micro-batch on this stage the same dropout masks, and leave the global state be."""
+        devices = [] if self.device.type == "cpu" else [self.device]
+        device_type = "cuda" if self.device.type == "cpu" else self.device.type
+        with torch.random.fork_rng(devices=devices, device_type=device_type):
+            torch.manual_seed(
+                derive_seed("dropout", perturbation.seed, perturbation.step, action.micro_batch, self.stage)
+            )
+            yield
+
+    @contextmanager
+    def _own_gradients(self, gradients: dict[str, Tensor]) -> Iterator[None]:
+        """Collect the gradients made inside the block into `gradients`, and put the earlier ones back."""
+        earlier = {name: parameter.grad for name, parameter in self.parameters.items()}
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        try:
+            yield
+            for name, parameter in self.parameters.items():
+                if parameter.grad is not None:
+                    gradients[name] = parameter.grad
+        finally:
+            for name, parameter in self.parameters.items():
+                parameter.grad = earlier[name]
+
+    def _source(self, action: Action) -> int | None:
+        """Return the stage whose tensor an action consumes; None if it needs none."""
+        if action.kind is Kind.BACKWARD:
+            return None if self.is_last else self.stage + 1
+        if self.stage == 0 or (action.kind is Kind.EXIT and action.query is None):
+            return None
+        return self.stage - 1
+
+    def _receive(
+        self, actions: Sequence[Action], position: int, token_shapes: Sequence[tuple[int, int]]
+    ) -> Tensor | None:
+        """Announce the next receives, then wait for this action's own."""
+        for action in actions[position : position + 1 + RECEIVES_AHEAD]:
+            source = self._source(action)
+            if source is not None and not self.channels[source].is_posted(action):
+                sender = self.stage if action.kind is Kind.BACKWARD else source
+                shape = (*token_shapes[action.micro_batch], self.width)
+                self.channels[source].post(action, shape, self.boundary_dtypes[sender])
+        source = self._source(actions[position])
+        return None if source is None else self.channels[source].receive(actions[position]).to(self.device)
+
+    def _send(self, action: Action, tensor: Tensor) -> None:
+        backward = action.kind is Kind.BACKWARD
+        target = self.stage - 1 if backward else self.stage + 1
+        self.channels[target].send(tensor, action, self.boundary_dtypes[target if backward else self.stage])
+
+    def _record(self, action: Action, started: float, timeline: list[TimedAction]) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        timeline.append(
+            TimedAction(
+                stage=self.stage,
+                action=action,
+                start=started + self.clock_offset,
+                end=time.perf_counter() + self.clock_offset,
+            )
+        )
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the loss in what a training step returned: a tensor of one element, or a dict with `loss`.
+
+    Raises:
+        StepError: it returned something else.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise StepError(
+            f"training_step returned {type(output).__name__}, expected a loss tensor of one element or a dict with "
+            "'loss'; a pipelined step cannot be skipped by returning None."
+        )
+    return loss.reshape(())

@@ -1,0 +1,68 @@
+"""What all stages tell each other: small facts as JSON, never as pickles; batch checksums; clock offsets."""
+
+import json
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_hybridop.pipeline.batches import BatchError
+
+
+def broadcast_json(value: Any, *, source: int) -> Any:
+    """Return rank `source`'s JSON-serialisable `value` on every rank; floats arrive bit for bit."""
+    mine = dist.get_rank() == source
+    encoded = bytearray(json.dumps(value).encode()) if mine else bytearray()
+    length = torch.tensor([len(encoded)], dtype=torch.int64)
+    dist.broadcast(length, source)
+    payload = torch.frombuffer(encoded, dtype=torch.uint8) if mine else torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(payload, source)
+    return json.loads(payload.numpy().tobytes())
+
+
+def check_same_batch(checksum: int, *, stages_of_ranks: list[int]) -> None:
+    """Compare the batch's checksum over all ranks.
+
+    Raises:
+        BatchError: on every rank, naming the ranks that read something else than rank 0.
+    """
+    mine = torch.tensor([checksum], dtype=torch.int64)
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, mine)
+    checksums = [int(other) for other in gathered]
+    odd = [rank for rank, other in enumerate(checksums) if other != checksums[0]]
+    if odd:
+        names = ", ".join(f"rank {rank} (stage {stages_of_ranks[rank]})" for rank in odd)
+        raise BatchError(
+            f"Every rank must read the same batch, but {names} read another one than rank 0; check that all hosts "
+            "hold the same data files and that samplers draw from their own seeded generator."
+        )
+
+
+def clock_offset(*, rounds: int = 8) -> float:
+    """Return what to add to this rank's `time.perf_counter()` to get rank 0's, in seconds. Collective.
+
+    Cristian's method: the reply of the fastest of `rounds` round trips is taken to be from its middle.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    offset = 0.0
+    for other in range(1, ranks):
+        if rank not in (0, other):
+            continue
+        best = float("inf")
+        stamp = torch.zeros(1, dtype=torch.float64)
+        for _ in range(rounds):
+            if rank == 0:
+                dist.recv(stamp, other)
+                stamp[0] = time.perf_counter()
+                dist.send(stamp, other)
+                continue
+            sent = time.perf_counter()
+            dist.send(stamp, 0)
+            dist.recv(stamp, 0)
+            arrived = time.perf_counter()
+            if arrived - sent < best:
+                best = arrived - sent
+                offset = float(stamp[0]) - (sent + arrived) / 2
+    return offset

@@ -1,0 +1,87 @@
+"""Trainable parameters and their optimizer state over all stages: who owns what, and putting it together."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hybridop.pipeline.anatomy import Anatomy, CutError
+from lightning_hybridop.pipeline.stage import parameter_owner
+
+
+def owned_parameters(
+    module: nn.Module, anatomy: Anatomy, boundaries: tuple[int, ...]
+) -> tuple[dict[str, nn.Parameter], ...]:
+    """Return every stage's trainable parameters by name; `boundaries` are the stages' `last` block numbers.
+
+    Raises:
+        CutError: a trainable parameter is shared between stages, as a tied embedding and head are.
+    """
+    stages: tuple[dict[str, nn.Parameter], ...] = tuple({} for _ in boundaries)
+    owners: dict[int, tuple[int, str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            continue
+        stage = parameter_owner(anatomy, name, boundaries)
+        first_stage, first_name = owners.setdefault(id(parameter), (stage, name))
+        if first_stage != stage:
+            raise CutError(
+                f"{first_name} (stage {first_stage}) and {name} (stage {stage}) are one trainable tensor, which two "
+                "stages cannot both update; freeze it, or train with a single stage."
+            )
+        if first_name == name:
+            stages[stage][name] = parameter
+    return stages
+
+
+def synchronise(owned: Sequence[Mapping[str, nn.Parameter]], rank_of_stage: Sequence[int]) -> None:
+    """Copy every stage's trainable parameters to all ranks, in place. Collective."""
+    for stage, parameters in enumerate(owned):
+        for dtype in sorted({parameter.dtype for parameter in parameters.values()}, key=str):
+            group = [parameter for parameter in parameters.values() if parameter.dtype == dtype]
+            flat = torch.cat([parameter.detach().reshape(-1).cpu() for parameter in group])
+            wire = flat.view(torch.int16) if flat.element_size() == 2 else flat
+            dist.broadcast(wire, rank_of_stage[stage])
+            offset = 0
+            for parameter in group:
+                part = flat[offset : offset + parameter.numel()].view_as(parameter)
+                parameter.data.copy_(part)
+                offset += parameter.numel()
+
+
+def merge_optimizer_state(
+    state_dict: dict[str, Any],
+    optimizer: torch.optim.Optimizer,
+    owned: Sequence[Mapping[str, nn.Parameter]],
+    rank_of_stage: Sequence[int],
+) -> dict[str, Any]:
+    """Return `state_dict` with each parameter's state taken from the rank that updates it. Collective.
+
+    Every rank's optimizer lists all trainable parameters in the same order, so the result is what one process with
+    the unsplit model would save.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    owner = {id(parameter): stage for stage, named in enumerate(owned) for parameter in named.values()}
+    ranks = [rank_of_stage[owner.get(id(parameter), 0)] for parameter in parameters]
+    gathered: list[dict[int, Any]] = [{} for _ in range(dist.get_world_size())]
+    mine = {i: state for i, state in state_dict["state"].items() if ranks[i] == dist.get_rank()}
+    dist.all_gather_object(gathered, mine)
+    merged: dict[int, Any] = {}
+    for states in gathered:
+        merged |= states
+    return {**state_dict, "state": dict(sorted(merged.items()))}
+
+
+def frozen_dtype(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the frozen floating-point weights of a stage; trainable parameters keep their own dtype."""
+    for parameter in module.parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def block_dtype(module: nn.Module) -> torch.dtype:
+    """Return the dtype that a block computes in: that of its first floating-point weight."""
+    tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
+    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)

@@ -1,0 +1,187 @@
+"""One stage of the pipeline: the user's own model, cut by stand-ins (DESIGN idea A)."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybridop.pipeline.anatomy import Anatomy, CutError
+from lightning_hybridop.pipeline.stand_ins import (
+    Dropped,
+    EmbeddingStandIn,
+    FromPrevious,
+    Skip,
+    StageBoundary,
+    StageInputError,
+    StandIn,
+    ToNext,
+)
+
+Output = TypeVar("Output")
+
+
+def parameter_owner(anatomy: Anatomy, name: str, boundaries: tuple[int, ...]) -> int:
+    """Return the stage that trains the parameter `name`.
+
+    `boundaries` are the stages' `last` block numbers. Block parameters belong to the block's stage, what runs
+    behind the blocks to the last stage, everything else to the first.
+    """
+    block = anatomy.block_of(name)
+    if block is not None:
+        return next(stage for stage, last in enumerate(boundaries) if block < last)
+    return len(boundaries) - 1 if anatomy.is_behind(name) else 0
+
+
+class StageModel:
+    """The part `[first, last)` of a model.
+
+    Owned blocks stay untouched: no wrapper, no renamed parameter. The rest is replaced by stand-ins and its frozen
+    weights are released; adapters and trainable parameters of other stages stay, so that checkpoints and adapter
+    folders can be assembled under their ordinary names.
+
+    Args:
+        module: what the user's step runs through, usually the LightningModule.
+        anatomy: from `read_anatomy(module)`.
+        first: first block of the stage.
+        last: one past the last block of the stage.
+        keep_behind: keep norm and head although the stage is not the last one (needed for early exit).
+    """
+
+    def __init__(
+        self, module: nn.Module, anatomy: Anatomy, *, first: int, last: int, keep_behind: bool = False
+    ) -> None:
+        if not 0 <= first < last <= anatomy.blocks:
+            raise CutError(
+                f"Stage [{first}, {last}) does not lie in the model's {anatomy.blocks} blocks "
+                f"({anatomy.blocks_name}); give every stage at least one of them."
+            )
+        self.module = module
+        self.anatomy = anatomy
+        self.is_first = first == 0
+        self.is_last = last == anatomy.blocks
+        self._from_previous: FromPrevious | None = None
+        self._to_next: ToNext | None = None
+        self._stand_ins: dict[str, StandIn] = {}
+        self._originals: dict[str, nn.Module] = {}
+
+        returns_tuple = anatomy.returns_tuple
+        for index in range(anatomy.blocks):
+            if first <= index < last:
+                continue
+            name = f"{anatomy.blocks_name}.{index}"
+            original = module.get_submodule(name)
+            if index == first - 1:
+                self._from_previous = FromPrevious(original, returns_tuple=returns_tuple)
+                self._stand_ins[name] = self._from_previous
+            elif index == last:
+                self._to_next = ToNext(original, returns_tuple=returns_tuple)
+                self._stand_ins[name] = self._to_next
+            else:
+                self._stand_ins[name] = Skip(original, returns_tuple=returns_tuple)
+            self._originals[name] = original
+        if not self.is_first and anatomy.embedding_name is not None:
+            embedding = module.get_submodule(anatomy.embedding_name)
+            self._originals[anatomy.embedding_name] = embedding
+            self._stand_ins[anatomy.embedding_name] = _embedding_stand_in(embedding)
+        if not (self.is_last or keep_behind):
+            for name in anatomy.behind:
+                self._originals[name] = module.get_submodule(name)
+                self._stand_ins[name] = Dropped(self._originals[name])
+        self._install(self._stand_ins)
+        _release(self._originals, kept=list(module.parameters()))
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside the block the model has all its own modules again, frozen weights of other stages on `meta`."""
+        self._install(self._originals)
+        try:
+            yield
+        finally:
+            self._install(self._stand_ins)
+
+    @contextmanager
+    def exiting(self) -> Iterator[None]:
+        """Inside the block every block behind the stage is skipped: the model of an early exit."""
+        if self._to_next is None:
+            yield
+            return
+        self._to_next.passing = True
+        try:
+            yield
+        finally:
+            self._to_next.passing = False
+
+    def hidden(self, step: Callable[[], Any], received_BTD: Tensor | None) -> Tensor:
+        """Run the user's step to the end of the stage and return the hidden state [B, T, D] for the next one."""
+        self._put(received_BTD)
+        try:
+            step()
+        except StageBoundary as boundary:
+            self._check_taken()
+            hidden_BTD = boundary.hidden_BTD
+            if received_BTD is not None and hidden_BTD.shape != received_BTD.shape:
+                raise StageInputError(
+                    f"The stage received a hidden state of shape {tuple(received_BTD.shape)} and made one of shape "
+                    f"{tuple(hidden_BTD.shape)}; {self.anatomy.blocks_name} is not a plain chain of blocks."
+                ) from None
+            return hidden_BTD
+        raise StageInputError(
+            f"The step returned without calling the model's blocks ({self.anatomy.blocks_name}); "
+            "call the model exactly once in every step."
+        )
+
+    def output(self, step: Callable[[], Output], received_BTD: Tensor | None) -> Output:
+        """Run the user's step to its end and return what it returns; for the last stage and for early exits."""
+        self._put(received_BTD)
+        result = step()
+        self._check_taken()
+        return result
+
+    def _put(self, received_BTD: Tensor | None) -> None:
+        if self._from_previous is not None:
+            self._from_previous.received = received_BTD
+
+    def _check_taken(self) -> None:
+        if self._from_previous is not None and self._from_previous.received is not None:
+            self._from_previous.received = None
+            raise StageInputError(
+                f"The step ended without calling the model's blocks ({self.anatomy.blocks_name}); "
+                "call the model exactly once in every step."
+            )
+
+    def _install(self, modules: dict[str, Any]) -> None:
+        for name, child in modules.items():
+            parent, _, attribute = name.rpartition(".")
+            setattr(self.module.get_submodule(parent), attribute, child)
+
+
+def _embedding_stand_in(embedding: nn.Module) -> EmbeddingStandIn:
+    weight = embedding.weight
+    assert isinstance(weight, Tensor)
+    return EmbeddingStandIn(embedding, width=weight.shape[1], dtype=weight.dtype)
+
+
+def _release(modules: dict[str, nn.Module], *, kept: list[nn.Parameter]) -> None:
+    """Move the frozen weights of cut-away modules to `meta`, except those that the stage still uses (tied ones)."""
+    in_use = {id(parameter) for parameter in kept}
+    released: dict[int, nn.Parameter] = {}  # tied weights stay tied
+    for module in modules.values():
+        adapters = {id(parameter) for parameter in _adapter_parameters(module)}
+        for child in module.modules():
+            for name, parameter in child._parameters.items():
+                if parameter is None or parameter.requires_grad or id(parameter) in adapters | in_use:
+                    continue
+                if id(parameter) not in released:
+                    released[id(parameter)] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+                child._parameters[name] = released[id(parameter)]
+
+
+def _adapter_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the adapter parameters of peft layers, frozen ones included."""
+    for layer in module.modules():
+        for attribute in getattr(layer, "adapter_layer_names", ()):
+            adapter = getattr(layer, attribute, None)
+            if isinstance(adapter, nn.Module):
+                yield from adapter.parameters()

@@ -1,0 +1,118 @@
+"""Point-to-point transport of hidden states and gradients over Gloo (DESIGN section 5)."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hybridop.schedules.actions import Action, Kind
+
+
+class TransportError(RuntimeError):
+    """A neighbouring stage could not be reached in time."""
+
+
+_KINDS = tuple(Kind)
+_LARGEST_INDEX = 2**13
+
+
+def message_tag(action: Action) -> int:
+    """Return a tag that is unique among the messages of one mini-batch: kind, micro-batch, query and sign."""
+    query = 0 if action.query is None else action.query + 1
+    if action.micro_batch >= _LARGEST_INDEX or query >= _LARGEST_INDEX:
+        raise TransportError(
+            f"Micro-batch {action.micro_batch}, query {action.query} cannot be addressed; use fewer than "
+            f"{_LARGEST_INDEX - 1} micro-batches and queries."
+        )
+    index = (_KINDS.index(action.kind) * _LARGEST_INDEX + action.micro_batch) * _LARGEST_INDEX + query
+    return 2 * index + (action.sign < 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Posted:
+    work: dist.Work
+    wire: Tensor
+    dtype: torch.dtype
+
+
+class Channel:
+    """Messages of one mini-batch from this stage to a neighbour and back.
+
+    Tensors travel in host memory; 16-bit floats travel as int16 views, because Gloo knows no bfloat16. Receives are
+    posted ahead, sends are kept alive until `flush`.
+
+    Args:
+        peer: the neighbour's global rank.
+        description: who the neighbour is, for error texts.
+        timeout: how long to wait for a message.
+    """
+
+    def __init__(self, *, peer: int, description: str, timeout: timedelta) -> None:
+        self._peer = peer
+        self._description = description
+        self._timeout = timeout
+        self._posted: dict[Action, _Posted] = {}
+        self._sent: list[tuple[dist.Work, Tensor]] = []
+
+    def send(self, tensor: Tensor, action: Action, dtype: torch.dtype) -> None:
+        """Start sending `tensor` as `dtype`; returns at once."""
+        wire = _wire(tensor.detach().to(device="cpu", dtype=dtype).contiguous())
+        try:
+            work = dist.isend(wire, self._peer, tag=message_tag(action))
+        except RuntimeError as error:
+            raise self._lost(action, "did not take", error) from error
+        assert work is not None
+        self._sent.append((work, wire))
+
+    def post(self, action: Action, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Announce that a tensor of this shape and dtype will be received."""
+        buffer = torch.empty(shape, dtype=dtype)
+        wire = _wire(buffer)
+        work = dist.irecv(wire, self._peer, tag=message_tag(action))
+        assert work is not None
+        self._posted[action] = _Posted(work=work, wire=wire, dtype=dtype)
+
+    def is_posted(self, action: Action) -> bool:
+        """Tell whether the receive of `action` has been posted and not yet taken."""
+        return action in self._posted
+
+    def receive(self, action: Action) -> Tensor:
+        """Wait for a posted tensor and return it, in host memory.
+
+        Raises:
+            TransportError: the neighbour is gone or silent for longer than the timeout.
+        """
+        posted = self._posted.pop(action)
+        try:
+            posted.work.wait(self._timeout)
+        except RuntimeError as error:
+            raise self._lost(action, "sent nothing for", error) from error
+        return posted.wire.view(posted.dtype)
+
+    def flush(self) -> None:
+        """Wait until every send has been taken by the neighbour."""
+        while self._sent:
+            work, _ = self._sent.pop(0)
+            try:
+                work.wait(self._timeout)
+            except RuntimeError as error:
+                raise TransportError(
+                    f"{self._description} did not take a message within {self._timeout.total_seconds():g} s "
+                    f"({_first_line(error)}); look at that stage's own error first."
+                ) from error
+
+    def _lost(self, action: Action, what: str, error: RuntimeError) -> TransportError:
+        return TransportError(
+            f"{self._description} {what} {action.kind.value} of micro-batch {action.micro_batch} within "
+            f"{self._timeout.total_seconds():g} s ({_first_line(error)}); look at that stage's own error first."
+        )
+
+
+def _wire(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int16) if tensor.element_size() == 2 and tensor.is_floating_point() else tensor
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

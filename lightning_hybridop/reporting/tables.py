@@ -1,0 +1,110 @@
+"""Tables for the terminal: the plan before a run, what came out of it afterwards."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from lightning_hybridop.planning.plan import Plan
+from lightning_hybridop.reporting.labels import stage_blocks
+
+UNKNOWN = "–"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One quantity before and after a run (`first` and `last` step for the loss); None where it was not measured."""
+
+    before: float | None
+    after: float | None
+
+
+def run_summary(
+    *,
+    plan: Plan,
+    loss: Change,
+    accuracy: Change | None = None,
+    f1: Change | None = None,
+    samples_per_second: float | None = None,
+    comu_ti: Sequence[float] | None = None,
+    peak_memory_mib: Sequence[float] | None = None,
+) -> RenderableType:
+    """Return the closing tables of a run: what was learnt, and what each stage did meanwhile.
+
+    `loss` in nats (first and last step), `accuracy` and `f1` as fractions of 1 (before and after), `comu_ti` as one
+    fraction of 1 per stage, `peak_memory_mib` one value per stage in MiB. Quantities that are None show as a dash.
+    Raises ValueError when a per-stage sequence does not have one value per stage.
+    """
+    for name, values in (("comu_ti", comu_ti), ("peak_memory_mib", peak_memory_mib)):
+        if values is not None and len(values) != len(plan.stages):
+            raise ValueError(
+                f"{name} has {len(values)} values, expected {len(plan.stages)}: pass one value per stage of the plan."
+            )
+
+    learnt = Table(title="Result", title_justify="left", box=box.SIMPLE_HEAD)
+    learnt.add_column("")
+    for column in ("first / before", "last / after", "change"):
+        learnt.add_column(column, justify="right")
+    _add_change(learnt, "training loss", loss, "{:.4f}", "{:+.4f}")
+    if accuracy is not None:
+        _add_change(learnt, "accuracy", accuracy, "{:.3f}", "{:+.3f}")
+    if f1 is not None:
+        _add_change(learnt, "macro F1", f1, "{:.3f}", "{:+.3f}")
+    learnt.add_row("samples / s", "", _number(samples_per_second, "{:.2f}"), "")
+
+    stages = Table(title="Stages", title_justify="left", box=box.SIMPLE_HEAD, show_footer=comu_ti is not None)
+    mean = None if comu_ti is None else sum(comu_ti) / len(comu_ti)
+    stages.add_column("stage", justify="right")
+    stages.add_column("role")
+    stages.add_column("blocks", footer="all stages")
+    stages.add_column("Comu_ti", justify="right", footer=_number(mean, "{:.1%}"))
+    stages.add_column("peak memory MiB", justify="right")
+    for index, stage in enumerate(plan.stages):
+        stages.add_row(
+            str(index),
+            stage.role,
+            stage_blocks(plan, index),
+            _number(None if comu_ti is None else comu_ti[index], "{:.1%}"),
+            _number(None if peak_memory_mib is None else peak_memory_mib[index], "{:,.0f}"),
+        )
+    return Group(learnt, stages)
+
+
+def plan_table(plan: Plan) -> Table:
+    """Return the plan as a table: one row per stage, the settings of the mini-batch below it."""
+    caption = f"schedule {plan.schedule} · M = {plan.micro_batches}"
+    if plan.zo_stages:
+        caption += f" · Q = {plan.queries} · Q' = {plan.exit_queries} · {plan.difference} difference"
+    table = Table(
+        title="Plan", title_justify="left", box=box.SIMPLE_HEAD, caption=caption, caption_justify="left"
+    )
+    table.add_column("stage", justify="right")
+    table.add_column("role")
+    table.add_column("blocks")
+    table.add_column("device")
+    table.add_column("dtype")
+    table.add_column("speed", justify="right")
+    for index, stage in enumerate(plan.stages):
+        table.add_row(
+            str(index),
+            stage.role,
+            stage_blocks(plan, index),
+            stage.device,
+            stage.dtype or "as loaded",
+            f"{stage.speed:g}",
+        )
+    return table
+
+
+def _add_change(table: Table, name: str, change: Change, form: str, change_form: str) -> None:
+    known = change.before is not None and change.after is not None
+    difference = change.after - change.before if known else None  # type: ignore[operator]
+    table.add_row(
+        name, _number(change.before, form), _number(change.after, form), _number(difference, change_form)
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return UNKNOWN if value is None else form.format(value)

@@ -1,0 +1,103 @@
+"""Fine-tunes a language model over the stages of a plan and shows what it learnt: `hybridop fit`.
+
+Every process of the run calls `fit` with the same configuration. What comes out of it lies in one folder.
+"""
+
+import csv
+import json
+import logging
+import time
+import warnings
+from pathlib import Path
+
+import lightning as L
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from omegaconf import DictConfig
+from rich.console import Console
+
+from lightning_hybridop.callbacks import ComuTi, PeakMemory
+from lightning_hybridop.commands.plans import PLAN_OPTIONS, factory, run_plan
+from lightning_hybridop.planning.plan import save_plan
+from lightning_hybridop.reporting import Change, run_summary
+
+AVERAGED_STEPS = 5
+
+
+def fit(config: DictConfig, folder: Path) -> None:
+    """Run the configuration and write everything to `folder`; rank 0 prints the closing tables."""
+    quieten()
+    started = time.perf_counter()
+    L.seed_everything(config.seed, workers=True, verbose=False)
+
+    # The parts, each named by the configuration.
+    plan = run_plan(config)
+    strategy = factory(config.strategy, without=PLAN_OPTIONS)(plan=plan)
+    data = factory(config.data)()
+    module = factory(config.model, without=("name", "blocks"))(config.model.name)
+    comu_ti = ComuTi()
+    memory = PeakMemory()
+    chosen = [factory(callback)() for callback in config.callbacks.values() if callback is not None]
+    trainer = factory(config.trainer)(
+        strategy=strategy,
+        callbacks=[comu_ti, memory, TQDMProgressBar(), *chosen],
+        logger=CSVLogger(folder, name="", version=""),
+        default_root_dir=folder,
+    )
+
+    # The run itself.
+    before = trainer.validate(module, data, verbose=False)[0]
+    trainer.fit(module, data, ckpt_path=config.resume)
+    after = trainer.validate(module, data, verbose=False)[0]
+
+    # What it came to.
+    if not trainer.is_global_zero:
+        return
+    save_plan(strategy.plan, folder / "plan.yaml")
+    first_loss, last_loss = training_losses(folder / "metrics.csv")
+    means = comu_ti.means
+    assert means is not None
+    summary = {
+        "train_loss": {"first": first_loss, "last": last_loss, "averaged_steps": AVERAGED_STEPS},
+        "before": before,
+        "after": after,
+        "steps": trainer.global_step,
+        "samples_per_second": means.samples_per_second,
+        "comu_ti": means.comu_ti,
+        "comu_ti_per_stage": means.comu_ti_per_stage,
+        "peak_memory_mib": memory.per_rank_mib,
+        "seconds": time.perf_counter() - started,
+    }
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    console = Console()
+    console.print(
+        run_summary(
+            plan=strategy.plan,
+            loss=Change(before=first_loss, after=last_loss),
+            accuracy=Change(before=before.get("val_accuracy"), after=after.get("val_accuracy")),
+            f1=Change(before=before.get("val_f1"), after=after.get("val_f1")),
+            samples_per_second=means.samples_per_second,
+            comu_ti=means.comu_ti_per_stage,
+            peak_memory_mib=memory.per_rank_mib,
+        )
+    )
+    console.print(f"All files of this run: {folder}", soft_wrap=True, highlight=False)
+
+
+def training_losses(metrics: Path) -> tuple[float, float]:
+    """Return the training loss averaged over the first and over the last logged steps (one mini-batch is noisy)."""
+    with metrics.open(encoding="utf-8", newline="") as file:
+        losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row.get("train_loss")]
+    steps = min(AVERAGED_STEPS, len(losses))
+    return sum(losses[:steps]) / steps, sum(losses[-steps:]) / steps
+
+
+def quieten() -> None:
+    """Leave out Lightning's notes on what this recipe chose on purpose."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    # metrics.csv stands beside the run's other files.
+    warnings.filterwarnings("ignore", "Experiment logs directory .* exists and is not empty")
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+    # The texts are in memory, encoded.
+    warnings.filterwarnings("ignore", ".*does not have many workers")
