@@ -42,7 +42,9 @@ class LogRecorder:
 
         Numbers are averaged by micro-batch weight, or reduced by the call's `reduce_fx` if that is min, max or sum.
         """
-        names_of_metrics = {id(child): name for name, child in module.named_modules() if isinstance(child, Metric)}
+        names_of_metrics = {
+            id(child): name for name, child in module.named_modules() if isinstance(child, Metric)
+        }
         merged = []
         for name, values in self.values.items():
             options = dict(self.options[name])
@@ -59,7 +61,7 @@ class LogRecorder:
                     )
                 entry = {"metric": names_of_metrics[id(last)], "step_value": _number(last._forward_cache)}
             else:
-                numbers = [(weight, float(value)) for weight, value in values]
+                numbers = [(weight, float(torch.as_tensor(value).detach())) for weight, value in values]
                 entry = {"value": _merge(numbers, reduce_fx)}
             merged.append({"name": name, "options": options, **entry})
         return merged
@@ -98,7 +100,7 @@ def replay(module: LightningModule, entries: Sequence[dict[str, Any]], *, owns_m
         if not owns_metrics:
             metric._update_count = max(metric._update_count, 1)
             step_value = entry["step_value"]
-            metric._forward_cache = None if step_value is None else torch.tensor(step_value)
+            metric.__dict__["_forward_cache"] = None if step_value is None else torch.tensor(step_value)
         module.log(entry["name"], metric, **entry["options"])
 
 
@@ -121,7 +123,11 @@ def share_metrics(
 
 
 def _shared_compute(
-    compute: Callable[[], Any], *, owner: bool, inside_step: Callable[[], bool], broadcast: Callable[[Any], Any]
+    compute: Callable[[], Any],
+    *,
+    owner: bool,
+    inside_step: Callable[[], bool],
+    broadcast: Callable[[Any], Any],
 ) -> Callable[[], Any]:
     def shared() -> Any:
         if inside_step():

@@ -18,8 +18,10 @@ def seed_samplers(dataloader: Any, seed: int) -> None:
         return
     if dataloader.generator is None:
         dataloader.generator = torch.Generator().manual_seed(derive_seed("workers", seed))
-    for sampler in {id(s): s for s in (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None))}.values():
-        if sampler is None or getattr(sampler, "generator", False) is not None:
+    samplers: list[Any] = [dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None)]
+    for sampler in samplers:
+        # Only samplers that draw have the attribute, and it is None until somebody gives them a generator.
+        if getattr(sampler, "generator", False) is not None:
             continue
         generator = torch.Generator()
         sampler.generator = generator

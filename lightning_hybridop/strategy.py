@@ -27,10 +27,18 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hybridop.accelerators import HybridOPAccelerator, default_role
+from lightning_hybridop.accelerators.npu import load_npu
 from lightning_hybridop.estimation.estimators import DEFAULT_EPSILON, RESOLUTION, Difference, Directions
 from lightning_hybridop.module import HybridOPMixin
 from lightning_hybridop.pipeline.anatomy import Anatomy, CutError, read_anatomy
-from lightning_hybridop.pipeline.batches import fingerprint, label_count, row_count, shares, split_rows, token_shape
+from lightning_hybridop.pipeline.batches import (
+    fingerprint,
+    label_count,
+    row_count,
+    shares,
+    split_rows,
+    token_shape,
+)
 from lightning_hybridop.pipeline.engine import Engine, Steps
 from lightning_hybridop.pipeline.exchange import check_same_batch, clock_offset
 from lightning_hybridop.pipeline.learning import EstimatorSettings, MiniBatchResult, train_mini_batch
@@ -136,7 +144,9 @@ class HybridOPStrategy(ParallelStrategy):
     def plan(self) -> Plan:
         """The plan that runs; known after the Trainer's setup."""
         if self._plan is None:
-            raise RuntimeError("The plan is made in the Trainer's setup; read it from a hook such as on_fit_start.")
+            raise RuntimeError(
+                "The plan is made in the Trainer's setup; read it from a hook such as on_fit_start."
+            )
         return self._plan
 
     @property
@@ -169,8 +179,11 @@ class HybridOPStrategy(ParallelStrategy):
     @property
     def compute_device(self) -> torch.device:
         """The device that this rank's stage computes on."""
-        if self._plan is not None and self.pipelined:
-            return torch.device(self.plan.stages[self.stage_index].device)
+        if self._given_plan is not None and self.global_rank < len(self._given_plan.stages):
+            name = self._given_plan.stages[self.global_rank].device
+            if name.startswith("npu"):
+                load_npu()  # torch does not know the device type before
+            return torch.device(name)
         if isinstance(self.accelerator, HybridOPAccelerator):
             return self.accelerator.compute_device(self.local_rank)
         devices = self.parallel_devices or [torch.device("cpu")]
@@ -210,19 +223,22 @@ class HybridOPStrategy(ParallelStrategy):
             # Only this environment has to be told; the others know their ranks from whoever started them.
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        for guard in (rank_zero_only, fabric_rank_zero_only):
+            guard.rank = self.global_rank  # type: ignore[attr-defined]  # an attribute of the decorator function
 
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if isinstance(self.cluster_environment, LightningEnvironment) and self.num_processes > 1:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = _SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
 
     @override
     def setup_environment(self) -> None:
         assert self.accelerator is not None and self.cluster_environment is not None
         self.set_world_ranks()
-        self.accelerator.setup_device(self.root_device)
+        self.accelerator.setup_device(self.compute_device)
         if not self.pipelined:
             return
         try:
@@ -245,6 +261,9 @@ class HybridOPStrategy(ParallelStrategy):
             return
         self._refuse_what_cannot_work(trainer, self.lightning_module)
         self.accelerator.setup(trainer)
+        if isinstance(self.precision_plugin, MixedPrecision):
+            # Lightning derives the device of autocast from the accelerator's name and does not know ours.
+            self.precision_plugin.device = self.compute_device.type
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         if self._engine is None:
             self._cut(self.lightning_module)
@@ -257,7 +276,9 @@ class HybridOPStrategy(ParallelStrategy):
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
             if not self._owned or not any(self._owned):
-                raise ValueError("The model has no trainable parameter; add a LoRA adapter or unfreeze something.")
+                raise ValueError(
+                    "The model has no trainable parameter; add a LoRA adapter or unfreeze something."
+                )
             with self.whole_model():
                 # Every rank's optimizer lists all trainable parameters in the order of the unsplit model and steps
                 # those that have a gradient: its own. That keeps checkpoints independent of the split.
@@ -296,8 +317,10 @@ class HybridOPStrategy(ParallelStrategy):
         dtypes: list[torch.dtype] = self._gather_in_stage_order(own_dtype)
         self._zo_dtypes = [str(dtypes[index]).removeprefix("torch.") for index in plan.zo_stages]
         parameters = self._owned[self.stage_index]
-        names = {name for name, _ in module.zo_parameters()} if isinstance(module, HybridOPMixin) else set(parameters)
-        neighbours = [index for index in (self.stage_index - 1, self.stage_index + 1) if 0 <= index < len(plan.stages)]
+        names = {name for name, _ in self._hooks.zo_parameters()} if self._hooks else set(parameters)
+        neighbours = [
+            index for index in (self.stage_index - 1, self.stage_index + 1) if 0 <= index < len(plan.stages)
+        ]
         self._engine = Engine(
             model=model,
             plan=plan,
@@ -349,7 +372,8 @@ class HybridOPStrategy(ParallelStrategy):
             blocks=anatomy.blocks, stages=self.world_size, zo_stages=zo_stages, **self._plan_options
         )
         placed = [
-            replace(stage, device=devices[rank]) for stage, rank in zip(plan.stages, self._rank_of_stage, strict=True)
+            replace(stage, device=devices[rank])
+            for stage, rank in zip(plan.stages, self._rank_of_stage, strict=True)
         ]
         return replace(plan, stages=tuple(placed))
 
@@ -360,7 +384,10 @@ class HybridOPStrategy(ParallelStrategy):
         return [gathered[rank] for rank in self._rank_of_stage]
 
     def _refuse_what_cannot_work(self, trainer: Trainer, module: LightningModule) -> None:
-        if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.precision == "16-mixed":
+        if (
+            isinstance(self.precision_plugin, MixedPrecision)
+            and self.precision_plugin.precision == "16-mixed"
+        ):
             raise ValueError(
                 "precision='16-mixed' needs a loss scaler, which a pipeline with estimated gradients cannot share; "
                 "pass precision='bf16-mixed' or '32-true'."
@@ -384,7 +411,9 @@ class HybridOPStrategy(ParallelStrategy):
                 "optimizer with parameter groups."
             )
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
-            raise ValueError("LBFGS evaluates the loss several times per step, which a pipeline cannot; use Adam or SGD.")
+            raise ValueError(
+                "LBFGS evaluates the loss several times per step, which a pipeline cannot; use Adam or SGD."
+            )
 
     @override
     def model_to_device(self) -> None:
@@ -417,7 +446,7 @@ class HybridOPStrategy(ParallelStrategy):
             )
             return step(micro_batch, module.training_step, logging)
 
-        exit_loss = module.early_exit_loss if isinstance(module, HybridOPMixin) else module.training_step
+        exit_loss = self._hooks.early_exit_loss if self._hooks else module.training_step
         with self._in_step():
             self._result = train_mini_batch(
                 engine,
@@ -438,7 +467,9 @@ class HybridOPStrategy(ParallelStrategy):
         return torch.tensor(self._result.loss, device=self.root_device)
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         if not self.pipelined:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         module, engine = self._module_and_engine()
@@ -480,16 +511,14 @@ class HybridOPStrategy(ParallelStrategy):
     def _learning_rate_scale(self) -> float:
         if not self.pipelined:
             return 1.0
-        module = self.lightning_module
-        chosen = module.learning_rate_scale(self.role) if isinstance(module, HybridOPMixin) else None
+        chosen = self._hooks.learning_rate_scale(self.role) if self._hooks else None
         if chosen is not None:
             return chosen
         return self._zo_lr_scale if self.role == "zo" else 1.0
 
     def _clip_by_role_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip by the global norm over all stages of this rank's role: estimates are far longer than gradients."""
-        module = self.lightning_module
-        chosen = module.gradient_clip_val(self.role) if isinstance(module, HybridOPMixin) else None
+        chosen = self._hooks.gradient_clip_val(self.role) if self._hooks else None
         limit = float(clip_val if chosen is None else chosen)
         gradients = [p.grad for p in self.precision_plugin.main_params(optimizer) if p.grad is not None]
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
@@ -550,11 +579,17 @@ class HybridOPStrategy(ParallelStrategy):
             actions = forward_only(replace(self.plan, micro_batches=len(micro_batches)))[self.stage_index]
             outputs = engine.evaluate(actions, step=step, token_shapes=token_shapes)
         report = (recorder.entries(module), outputs if hook == "predict_step" else [])
-        entries, outputs = self.broadcast(report, src=self._rank_of_stage[-1])
-        replay(module, entries, owns_metrics=self._is_last_stage)
-        return outputs
+        shared: tuple[list[dict[str, Any]], list[Any]] = self.broadcast(report, src=self._rank_of_stage[-1])
+        replay(module, shared[0], owns_metrics=self._is_last_stage)
+        return shared[1]
 
     # What both share.
+
+    @property
+    def _hooks(self) -> HybridOPMixin | None:
+        """The module's own decisions, if it makes any."""
+        module: object = self.lightning_module
+        return module if isinstance(module, HybridOPMixin) else None
 
     def _module_and_engine(self) -> tuple[LightningModule, Engine]:
         assert self.lightning_module is not None and self._engine is not None
@@ -570,8 +605,7 @@ class HybridOPStrategy(ParallelStrategy):
         return micro_batches, weights, [token_shape(rows) for rows in micro_batches]
 
     def _micro_batch_weight(self, rows: Any) -> float:
-        module = self.lightning_module
-        chosen = module.micro_batch_weight(rows) if isinstance(module, HybridOPMixin) else None
+        chosen = self._hooks.micro_batch_weight(rows) if self._hooks else None
         return label_count(rows, shifted=self._loss_is_shifted) if chosen is None else chosen
 
     @property
@@ -615,7 +649,9 @@ class HybridOPStrategy(ParallelStrategy):
         times = [number for timed in self._result.timeline for number in (timed.start, timed.end)]
         gathered = self._gather_numbers(times)
         return tuple(
-            TimedAction(stage=stage, action=action, start=gathered[stage][2 * i], end=gathered[stage][2 * i + 1])
+            TimedAction(
+                stage=stage, action=action, start=gathered[stage][2 * i], end=gathered[stage][2 * i + 1]
+            )
             for stage, actions in enumerate(self._result.actions)
             for i, action in enumerate(actions)
         )
@@ -716,6 +752,15 @@ class HybridOPStrategy(ParallelStrategy):
         box = [obj]
         dist.broadcast_object_list(box, src)
         return box[0]
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Return the tensors of all ranks stacked along a new first dimension."""
+        if self.world_size == 1:
+            return super().all_gather(tensor, group, sync_grads)
+        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(gathered, tensor.contiguous(), group=group)
+        return torch.stack(gathered)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

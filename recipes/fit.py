@@ -65,7 +65,7 @@ def fit(config: DictConfig, folder: Path) -> None:
         "samples_per_second": means.samples_per_second,
         "comu_ti": means.comu_ti,
         "comu_ti_per_stage": means.comu_ti_per_stage,
-        "peak_memory_mib": memory.per_rank_mib,
+        "peak_memory_mib": memory.per_stage_mib,
         "seconds": time.perf_counter() - started,
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
@@ -78,7 +78,7 @@ def fit(config: DictConfig, folder: Path) -> None:
             f1=Change(before=before.get("val_f1"), after=after.get("val_f1")),
             samples_per_second=means.samples_per_second,
             comu_ti=means.comu_ti_per_stage,
-            peak_memory_mib=memory.per_rank_mib,
+            peak_memory_mib=memory.per_stage_mib,
         )
     )
     console.print(f"All files of this run: {folder}", soft_wrap=True, highlight=False)
@@ -93,7 +93,7 @@ def training_losses(metrics: Path) -> tuple[float, float]:
 
 
 def quieten() -> None:
-    """Leave out Lightning's notes on what this recipe chose on purpose."""
+    """Leave out notes on what this recipe chose on purpose and on what its user cannot change."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     # metrics.csv stands beside the run's other files.
@@ -101,3 +101,6 @@ def quieten() -> None:
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
     # The texts are in memory, encoded.
     warnings.filterwarnings("ignore", ".*does not have many workers")
+    # Lightning 2.6 calls what torch 2.13 has renamed.
+    warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated")
+    warnings.filterwarnings("ignore", ".*all_gather is deprecated")

@@ -12,7 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 VOCABULARY = 61
 
 
-def tiny_llama(*, blocks: int = 6, dropout: float = 0.0, seed: int = 0, layers: list[int] | None = None) -> nn.Module:
+def tiny_llama(
+    *, blocks: int = 6, dropout: float = 0.0, seed: int = 0, layers: list[int] | None = None
+) -> nn.Module:
     """Return a random Llama of hidden size 16 with LoRA on q and v, both factors random."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -28,7 +30,11 @@ def tiny_llama(*, blocks: int = 6, dropout: float = 0.0, seed: int = 0, layers: 
         eos_token_id=2,
     )
     lora = LoraConfig(
-        r=2, target_modules=["q_proj", "v_proj"], lora_dropout=dropout, layers_to_transform=layers, task_type="CAUSAL_LM"
+        r=2,
+        target_modules=["q_proj", "v_proj"],
+        lora_dropout=dropout,
+        layers_to_transform=layers,
+        task_type="CAUSAL_LM",
     )
     model = get_peft_model(LlamaForCausalLM(config), lora)
     with torch.no_grad():
@@ -73,6 +79,8 @@ class TokenRows(Dataset[dict[str, Tensor]]):
         return {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row.clone()}
 
 
-def loader(rows: int, *, batch_size: int = 8, shuffle: bool = False, length: int = 7) -> DataLoader[dict[str, Tensor]]:
+def loader(
+    rows: int, *, batch_size: int = 8, shuffle: bool = False, length: int = 7
+) -> DataLoader[dict[str, Tensor]]:
     """Return a loader over `TokenRows`."""
     return DataLoader(TokenRows(rows, length), batch_size=batch_size, shuffle=shuffle)

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from hydra.errors import InstantiationException
+from torch.distributed import DistError
 
 
 class RunError(RuntimeError):
@@ -34,7 +35,7 @@ def sentence(error: BaseException) -> str:
 def write_failure(logs: Path, rank: int, error: BaseException) -> None:
     """Leave a note of why rank `rank` failed, and when, for the process that started it."""
     # A neighbour that is gone is why the others fail, not why the run does.
-    consequence = type(error).__name__ in ("TransportError", "DistBackendError", "DistNetworkError")
+    consequence = isinstance(error, DistError) or type(error).__name__ == "TransportError" or "gloo" in str(error)
     note = {"rank": rank, "time": time.time(), "consequence": consequence, "sentence": sentence(error)}
     _note(logs, rank).write_text(json.dumps(note), encoding="utf-8")
 

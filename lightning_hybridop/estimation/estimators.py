@@ -38,9 +38,7 @@ class Estimate:
     largest_difference: float
 
 
-def query_key(
-    *, seed: int, step: int, directions: Directions, micro_batch: int, query: int
-) -> DirectionKey:
+def query_key(*, seed: int, step: int, directions: Directions, micro_batch: int, query: int) -> DirectionKey:
     """Return the key of the direction that a query of a micro-batch uses."""
     shared = directions == "minibatch"
     return DirectionKey(seed=seed, step=step, micro_batch=None if shared else micro_batch, query=query)
@@ -88,7 +86,12 @@ def estimate(
     for micro_batch in active:
         for index, (losses, baselines, query) in enumerate(sources):
             measured[micro_batch, index] = difference_quotient(
-                losses, baselines, micro_batch=micro_batch, query=query, epsilon=epsilon, difference=difference
+                losses,
+                baselines,
+                micro_batch=micro_batch,
+                query=query,
+                epsilon=epsilon,
+                difference=difference,
             )
     lost = {position for position, (derivative, _) in measured.items() if not math.isfinite(derivative)}
     if shared:

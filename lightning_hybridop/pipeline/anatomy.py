@@ -42,7 +42,9 @@ class Anatomy:
 
 def find_blocks(module: nn.Module, name: str | None) -> str:
     """Return the name of the list of blocks: the longest outermost `nn.ModuleList`, or `name` if given."""
-    lists = {path: child for path, child in module.named_modules() if isinstance(child, nn.ModuleList)}
+    lists: dict[str, nn.ModuleList] = {
+        path: child for path, child in module.named_modules() if isinstance(child, nn.ModuleList)
+    }
     if name is not None:
         matches = [path for path in lists if path == name or path.endswith("." + name)]
         if len(matches) != 1:
@@ -71,7 +73,7 @@ def read_anatomy(module: nn.Module, *, blocks_name: str | None = None) -> Anatom
     language_model = _language_model(module, path)
     embedding_name = None
     if language_model is not None:
-        embedding = language_model.get_input_embeddings()
+        embedding = getattr(language_model, "get_input_embeddings")()  # noqa: B009  # nn.Module does not declare it
         embedding_name = next((name for name, child in module.named_modules() if child is embedding), None)
     probe = _probe(language_model, block_list[0], siblings) if language_model is not None else None
     if probe is None:

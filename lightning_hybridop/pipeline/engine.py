@@ -160,7 +160,11 @@ class Engine:
         return outcome
 
     def evaluate(
-        self, actions: Sequence[Action], *, step: Callable[[int], Any], token_shapes: Sequence[tuple[int, int]]
+        self,
+        actions: Sequence[Action],
+        *,
+        step: Callable[[int], Any],
+        token_shapes: Sequence[tuple[int, int]],
     ) -> list[Any]:
         """Execute a forward-only schedule; the last stage returns the step's outputs, the others an empty list."""
         outputs: list[Any] = []
@@ -205,7 +209,9 @@ class Engine:
         weight = weights[action.micro_batch]
         # A micro-batch without label tokens has a loss of 0/0; its gradient is left out, not multiplied by 0.
         if weight > 0.0 and micro_batch.end.requires_grad:
-            torch.autograd.backward(micro_batch.end * weight if gradient_BTD is None else micro_batch.end, gradient_BTD)
+            torch.autograd.backward(
+                micro_batch.end * weight if gradient_BTD is None else micro_batch.end, gradient_BTD
+            )
         if not self.sends_gradient:
             return None
         assert micro_batch.received_BTD is not None

@@ -16,7 +16,9 @@ def broadcast_json(value: Any, *, source: int) -> Any:
     encoded = bytearray(json.dumps(value).encode()) if mine else bytearray()
     length = torch.tensor([len(encoded)], dtype=torch.int64)
     dist.broadcast(length, source)
-    payload = torch.frombuffer(encoded, dtype=torch.uint8) if mine else torch.empty(int(length), dtype=torch.uint8)
+    payload = (
+        torch.frombuffer(encoded, dtype=torch.uint8) if mine else torch.empty(int(length), dtype=torch.uint8)
+    )
     dist.broadcast(payload, source)
     return json.loads(payload.numpy().tobytes())
 

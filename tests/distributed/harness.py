@@ -14,7 +14,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["lightning_hybridop", "transformers.models.llama.modeling_llama", "peft"])
 
 
-class RankFailed(RuntimeError):
+class RankError(RuntimeError):
     """A rank raised; carries the traceback texts of all ranks that did."""
 
 
@@ -29,13 +29,15 @@ def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, timeout
     """Call `function(*arguments)` on every rank as torchrun would, and return what each rank returned.
 
     Raises:
-        RankFailed: a rank raised.
+        RankError: a rank raised.
         TimeoutError: a rank did not answer in time. All processes are ended either way.
     """
     answers = _CONTEXT.Queue()
     port = free_port()
     processes = [
-        _CONTEXT.Process(target=_run_rank, args=(answers, rank, ranks, port, function, arguments), daemon=True)
+        _CONTEXT.Process(
+            target=_run_rank, args=(answers, rank, ranks, port, function, arguments), daemon=True
+        )
         for rank in range(ranks)
     ]
     for process in processes:
@@ -64,7 +66,7 @@ def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, timeout
                 process.kill()
                 process.join()
     if failures:
-        raise RankFailed("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
+        raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
     return [results[rank] for rank in range(ranks)]
 
 

@@ -1,0 +1,72 @@
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightning_hybridop.planning.plan import Plan, even_plan
+from lightning_hybridop.schedules import SCHEDULES, build_schedule
+from lightning_hybridop.schedules.actions import Action, Kind
+from lightning_hybridop.schedules.forward_only import forward_only
+from tests.schedules.executor import StuckError, execute, plans, work_of
+
+ROBUST = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@ROBUST
+@given(data=st.data())
+def test_does_all_work_once_and_never_gets_stuck(name: str, data: st.DataObject) -> None:
+    plan = data.draw(plans(schedule=name))
+    schedule = build_schedule(plan)
+
+    execution = execute(plan, schedule)
+
+    assert len(schedule) == len(plan.stages)
+    for stage, actions in enumerate(schedule):
+        done = sorted([(str(a.kind), a.micro_batch, a.query, a.sign) for a in actions], key=str)
+        assert done == work_of(plan, stage)
+    assert execution.unread == []
+
+
+@pytest.mark.parametrize("name", ["1f1b", "hybridop"])
+@ROBUST
+@given(data=st.data())
+def test_holds_few_activations(name: str, data: st.DataObject) -> None:
+    plan = data.draw(plans(schedule=name))
+
+    execution = execute(plan, build_schedule(plan))
+
+    bp_stages = [index for index, stage in enumerate(plan.stages) if stage.role == "bp"]
+    for index, stage in enumerate(bp_stages):
+        assert execution.most_held[stage] <= len(bp_stages) - index
+
+
+@given(plan=plans(schedule="gpipe"))
+@ROBUST
+def test_gpipe_holds_all_activations(plan: Plan) -> None:
+    execution = execute(plan, build_schedule(plan))
+
+    expected = [plan.micro_batches if stage.role == "bp" else 0 for stage in plan.stages]
+    assert execution.most_held == expected
+
+
+@given(plan=plans(schedule="hybridop"))
+@ROBUST
+def test_forward_only_runs_base_forwards_alone(plan: Plan) -> None:
+    schedule = forward_only(plan)
+
+    assert execute(plan, schedule).unread == []
+    expected = tuple(Action(kind=Kind.FORWARD, micro_batch=m) for m in range(plan.micro_batches))
+    assert schedule == (expected,) * len(plan.stages)
+
+
+def test_the_executor_notices_what_cannot_run() -> None:
+    plan = even_plan(blocks=2, stages=2, micro_batches=2, schedule="gpipe")
+    first, second = build_schedule(plan)
+    f0, f1, b1, b0 = first
+
+    with pytest.raises(StuckError):
+        execute(plan, ((f0, b0, f1, b1), second))
+    with pytest.raises(AssertionError, match="without its forward"):
+        execute(plan, ((b0, f0, f1, b1), second))
+    without_backward = tuple(tuple(a for a in actions if a.kind is Kind.FORWARD) for actions in (first, second))
+    assert execute(plan, (without_backward[0], without_backward[1][:1])).unread == [(1, ("F", 1, None, 1))]

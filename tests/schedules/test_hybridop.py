@@ -1,0 +1,124 @@
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+import lightning_hybridop
+from lightning_hybridop.planning.plan import Plan, Stage, even_plan, save_plan
+from lightning_hybridop.schedules.actions import Action, Kind
+from lightning_hybridop.schedules.hybridop import hybridop, hybridop_timeline
+from lightning_hybridop.schedules.timeline import TimedAction, makespan
+from tests.schedules.executor import execute, plans, texts
+
+TWO_ZO_TWO_BP = Plan(
+    blocks=6,
+    stages=(
+        Stage(first=0, last=2, role="zo"),
+        Stage(first=2, last=4, role="zo"),
+        Stage(first=4, last=5),
+        Stage(first=5, last=6),
+    ),
+    micro_batches=4,
+)
+
+
+@pytest.mark.parametrize(
+    ("queries", "expected"), [(1, 23), (2, 28), (3, 36), (4, 44), (6, 60), (12, 108), (20, 172)]
+)
+def test_makespan_with_two_zo_and_two_bp_stages(queries: int, expected: float) -> None:
+    plan = replace(TWO_ZO_TWO_BP, queries=queries)
+
+    assert makespan(hybridop_timeline(plan)) == expected
+    assert execute(plan, hybridop(plan)).makespan == expected
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (1, 5), (2, 4), (4, 4), (6, 3)])
+def test_equal_bp_stages_take_as_long_as_the_formula_of_1f1b(stages: int, micro_batches: int) -> None:
+    plan = even_plan(blocks=2 * stages, stages=stages, micro_batches=micro_batches)
+
+    assert makespan(hybridop_timeline(plan)) == 3 * 2 * (stages + micro_batches - 1)
+
+
+def test_speed_divides_the_time() -> None:
+    plan = Plan(blocks=3, stages=(Stage(first=0, last=3, speed=1.5),), micro_batches=1)
+
+    assert makespan(hybridop_timeline(plan)) == 2 + 4
+
+
+def test_order_on_a_small_pipeline() -> None:
+    plan = even_plan(blocks=2, stages=2, zo_stages=1, micro_batches=2, queries=1, exit_queries=1)
+
+    head, tail = texts(hybridop(plan))
+
+    # Worked out by hand: at time 2 the tail has B(0) and F(1) to choose from, at 4 F(1) and P(0), and so on.
+    assert head == "F0 F1 P0.0 P1.0 X0 X1 X0.0 X1.0"
+    assert tail == "F0 B0 F1 B1 P0.0 P1.0"
+
+
+@given(plan=plans(schedule="hybridop", most_micro_batches=4))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_stage_always_takes_the_most_urgent_action_at_hand(plan: Plan) -> None:
+    timeline = hybridop_timeline(plan)
+    execution = execute(plan, hybridop(plan))
+
+    for timed in timeline:
+        assert execution.times[timed.stage][timed.action] == (timed.start, timed.end)
+    ends = {(timed.stage, timed.action): timed.end for timed in timeline}
+    bp_stages = [index for index, stage in enumerate(plan.stages) if stage.role == "bp"]
+    for stage in range(len(plan.stages)):
+        own = [timed for timed in timeline if timed.stage == stage]
+        limit = len(bp_stages) - bp_stages.index(stage) if stage in bp_stages else None
+        for index, taken in enumerate(own):
+            held = sum((t.action.kind is Kind.FORWARD) - (t.action.kind is Kind.BACKWARD) for t in own[:index])
+            for passed_over in own[index + 1 :]:
+                if passed_over.action.kind is Kind.FORWARD and limit is not None and held >= limit:
+                    continue
+                if "BFPX".index(passed_over.action.kind) < "BFPX".index(taken.action.kind):
+                    assert _at_hand(plan, ends, passed_over) > taken.start
+
+
+# Run in a package without its __init__, so that nothing but the pure rooms is imported.
+BUILD_IN_A_FRESH_PROCESS = """
+import sys, types
+package = types.ModuleType("lightning_hybridop")
+package.__path__ = [sys.argv[1]]
+sys.modules["lightning_hybridop"] = package
+from lightning_hybridop.planning.plan import load_plan
+from lightning_hybridop.schedules import build_schedule
+assert not {"torch", "lightning"} & sys.modules.keys()
+print(build_schedule(load_plan(sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize("hash_seed", ["1", "2"])
+def test_is_the_same_in_every_process(hash_seed: str, tmp_path: Path) -> None:
+    # Each rank builds the schedule for itself, so no order may come from a set.
+    plan = replace(TWO_ZO_TWO_BP, queries=2, exit_queries=2, difference="central")
+    save_plan(plan, tmp_path / "plan.yaml")
+    package = str(Path(lightning_hybridop.__file__).parent)
+
+    result = subprocess.run(
+        [sys.executable, "-c", BUILD_IN_A_FRESH_PROCESS, package, str(tmp_path / "plan.yaml")],
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+
+    assert result.stdout.strip() == str(hybridop(plan))
+
+
+def _at_hand(plan: Plan, ends: dict[tuple[int, Action], float], timed: TimedAction) -> float:
+    """Return when all that an action reads was there."""
+    stage, action = timed.stage, timed.action
+    own_forward = (stage, Action(kind=Kind.FORWARD, micro_batch=action.micro_batch))
+    if action.kind is Kind.BACKWARD:
+        return max(ends[own_forward], ends[stage + 1, action] if stage + 1 < len(plan.stages) else 0)
+    if action.kind is Kind.EXIT and action.query is None:
+        return ends[own_forward]
+    return ends[stage - 1, action] if stage > 0 else 0
