@@ -91,9 +91,7 @@ def replay(module: LightningModule, entries: Sequence[dict[str, Any]], *, owns_m
     """
     for entry in entries:
         if "metric" not in entry:
-            # All ranks log the same number, so synchronising (which Lightning asks for) changes nothing.
-            options = {**entry["options"], "sync_dist": True}
-            module.log(entry["name"], torch.tensor(entry["value"]), **options)
+            module.log(entry["name"], torch.tensor(entry["value"]), **entry["options"])
             continue
         metric = module.get_submodule(entry["metric"])
         assert isinstance(metric, Metric)
@@ -116,7 +114,8 @@ def share_metrics(
         if "_hybridop_shared" in metric.__dict__:
             continue
         metric.__dict__["_hybridop_shared"] = True
-        metric.sync_on_compute = False
+        # torchmetrics gathers over all ranks as soon as a process group exists; here one rank has everything.
+        metric.sync_on_compute = metric._to_sync = False
         metric.__dict__["compute"] = _shared_compute(
             metric.compute, owner=owner, inside_step=inside_step, broadcast=broadcast
         )

@@ -1,6 +1,7 @@
 """HybridOPStrategy: Lightning's hooks over the pipeline (DESIGN idea C and section 4)."""
 
 import os
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -260,6 +261,8 @@ class HybridOPStrategy(ParallelStrategy):
             super().setup(trainer)
             return
         self._refuse_what_cannot_work(trainer, self.lightning_module)
+        # Lightning advises to average logged values over ranks; here every rank replays the same ones.
+        warnings.filterwarnings("ignore", message=r".*sync_dist=True\)` when logging on epoch level")
         self.accelerator.setup(trainer)
         if isinstance(self.precision_plugin, MixedPrecision):
             # Lightning derives the device of autocast from the accelerator's name and does not know ours.

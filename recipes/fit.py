@@ -53,7 +53,7 @@ def fit(config: DictConfig, folder: Path) -> None:
     # What it came to.
     if not trainer.is_global_zero:
         return
-    save_plan(strategy.plan, folder / "plan.yaml")
+    save_plan(plan, folder / "plan.yaml")
     first_loss, last_loss = training_losses(folder / "metrics.csv")
     means = comu_ti.means
     assert means is not None
@@ -72,7 +72,7 @@ def fit(config: DictConfig, folder: Path) -> None:
     console = Console()
     console.print(
         run_summary(
-            plan=strategy.plan,
+            plan=plan,
             loss=Change(before=first_loss, after=last_loss),
             accuracy=Change(before=before.get("val_accuracy"), after=after.get("val_accuracy")),
             f1=Change(before=before.get("val_f1"), after=after.get("val_f1")),

@@ -159,7 +159,7 @@ class StageModel:
 def _embedding_stand_in(embedding: nn.Module) -> EmbeddingStandIn:
     weight = embedding.weight
     assert isinstance(weight, Tensor)
-    return EmbeddingStandIn(embedding, width=weight.shape[1], dtype=weight.dtype)
+    return EmbeddingStandIn(embedding, width=weight.shape[1], dtype=weight.dtype, device=weight.device)
 
 
 def _release(modules: dict[str, nn.Module], *, kept: list[nn.Parameter]) -> None:

@@ -112,14 +112,22 @@ class ToNext(BlockStandIn):
 class EmbeddingStandIn(StandIn):
     """The token embedding of a later stage: zeros of the shape that the embedding would give."""
 
-    def __init__(self, replaced: nn.Module, *, width: int, dtype: torch.dtype) -> None:
+    _rowless: Tensor
+
+    def __init__(self, replaced: nn.Module, *, width: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(replaced)
-        self._width = width
-        self._dtype = dtype
+        rowless = torch.empty(0, width, dtype=dtype, device=device)
+        self.register_buffer("_rowless", rowless, persistent=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """A weight of no rows: models ask their embedding's for a device or a dtype (Llama 4 moves its tokens there)."""
+        return self._rowless
 
     def forward(self, tokens_BT: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return zeros of shape [B, T, width] on the tokens' device."""
-        return torch.zeros(*tokens_BT.shape, self._width, dtype=self._dtype, device=tokens_BT.device)
+        width = self._rowless.shape[1]
+        return self._rowless.new_zeros((*tokens_BT.shape, width), device=tokens_BT.device)
 
 
 class Dropped(StandIn):

@@ -218,8 +218,10 @@ def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
         raise PlanError(f"{name}: found {value!r}, expected one of {', '.join(map(str, choices))}.")
 
 
-def _check_stage(index: int, stage: Stage) -> None:
+def _check_stage(index: int, stage: Any) -> None:
     where = f"stages[{index}]"
+    if not isinstance(stage, Stage):
+        raise PlanError(f"{where}: found {type(stage).__name__}, expected a Stage.")
     _check_integer(f"{where}.first", stage.first, 0)
     _check_integer(f"{where}.last", stage.last, 0)
     _check_choice(f"{where}.role", stage.role, get_args(Role))

@@ -39,12 +39,12 @@ def test_more_training_rows_leave_the_held_out_rows_as_they_are() -> None:
 
 
 def test_no_single_word_gives_the_class_away() -> None:
-    words = {word for row in TRAIN for word in row.text.lower().split()}
+    words = {word for row in TRAIN for word in words_of(row.text)}
     for word in words:
-        containing = Counter(row.label for row in TRAIN if word in row.text.lower().split())
+        containing = Counter(row.label for row in TRAIN if word in words_of(row.text))
         label, hits = containing.most_common(1)[0]
         # A word that is nearly always of one class may only mark a small part of that class.
-        assert hits / containing.total() < 0.9 or hits / (len(TRAIN) / 4) < 0.1, (word, label)
+        assert hits / containing.total() < 0.8 or hits / (len(TRAIN) / 4) < 0.1, (word, label)
 
 
 def test_a_bag_of_words_is_not_enough() -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from lightning_hybridop.planning.plan import Plan, Stage
+from lightning_hybridop.planning.plan import Plan, ScheduleName, Stage
 from lightning_hybridop.schedules.actions import Action, Kind, Schedule
 
 Message = tuple[str, int, int | None, int]
@@ -54,7 +54,9 @@ def execute(plan: Plan, schedule: Schedule) -> Execution:
             start, took = clock[stage], forward_time
             if action.kind is Kind.BACKWARD:
                 assert role == "bp"
-                assert action.micro_batch in activations[stage], "a backward without its forward's activations"
+                assert action.micro_batch in activations[stage], (
+                    "a backward without its forward's activations"
+                )
                 took = 2 * forward_time
                 if stage < stages - 1:
                     if message not in arrived[stage]:
@@ -65,7 +67,9 @@ def execute(plan: Plan, schedule: Schedule) -> Execution:
                     arrived[stage - 1][message] = start + took
             elif action.kind is Kind.EXIT and action.query is None:
                 assert stage == exit_at
-                assert action.micro_batch in inputs[stage], "the exit baseline reuses the input of the base forward"
+                assert action.micro_batch in inputs[stage], (
+                    "the exit baseline reuses the input of the base forward"
+                )
             else:
                 if stage > 0:
                     if message not in arrived[stage]:
@@ -120,7 +124,7 @@ def _text(action: Action) -> str:
 
 
 @st.composite
-def plans(draw: st.DrawFn, *, schedule: str, most_micro_batches: int = 6) -> Plan:
+def plans(draw: st.DrawFn, *, schedule: ScheduleName, most_micro_batches: int = 6) -> Plan:
     """Draw a legal plan: 1 to 6 stages of uneven size and speed, zo and frozen stages in any order before bp stages."""
     head = draw(st.lists(st.sampled_from(["zo", "frozen"]), max_size=6))
     tail = draw(st.integers(0 if head else 1, 6 - len(head)))
@@ -135,7 +139,7 @@ def plans(draw: st.DrawFn, *, schedule: str, most_micro_batches: int = 6) -> Pla
         micro_batches=draw(st.integers(1, most_micro_batches)),
         queries=draw(st.integers(0, 4)),
         exit_queries=draw(st.integers(0, 3)) if "zo" in head else 0,
-        schedule=schedule,  # type: ignore[arg-type]
+        schedule=schedule,
         difference=draw(st.sampled_from(["forward", "central"])),
         exit_baseline=draw(st.sampled_from(["exit", "full"])),
     )

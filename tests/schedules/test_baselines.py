@@ -23,7 +23,9 @@ def bp_plan(*blocks: int, micro_batches: int) -> Plan:
         ((1,), 1, 3),
     ],
 )
-def test_gpipe_takes_as_long_as_its_formula(blocks: tuple[int, ...], micro_batches: int, expected: float) -> None:
+def test_gpipe_takes_as_long_as_its_formula(
+    blocks: tuple[int, ...], micro_batches: int, expected: float
+) -> None:
     plan = bp_plan(*blocks, micro_batches=micro_batches)
 
     assert execute(plan, gpipe(plan)).makespan == expected
@@ -39,7 +41,9 @@ def test_gpipe_order() -> None:
 
 
 def test_1f1b_order() -> None:
-    plan = even_plan(blocks=4, stages=4, zo_stages=1, micro_batches=4, queries=1, exit_queries=1, exit_baseline="full")
+    plan = even_plan(
+        blocks=4, stages=4, zo_stages=1, micro_batches=4, queries=1, exit_queries=1, exit_baseline="full"
+    )
 
     assert texts(one_forward_one_backward(plan)) == (
         "F0 F1 F2 F3 P0.0 P1.0 P2.0 P3.0 X0.0 X1.0 X2.0 X3.0",

@@ -12,9 +12,7 @@ from lightning_hybridop.schedules.dependencies import (
     expected_actions,
 )
 
-F0, F1, B0, B1 = (
-    Action(kind=kind, micro_batch=m) for kind in (Kind.FORWARD, Kind.BACKWARD) for m in (0, 1)
-)
+F0, F1, B0, B1 = (Action(kind=kind, micro_batch=m) for kind in (Kind.FORWARD, Kind.BACKWARD) for m in (0, 1))
 TWO_BP = even_plan(blocks=2, stages=2, micro_batches=2)
 
 
@@ -58,13 +56,22 @@ def test_a_schedule_that_does_all_work_is_accepted() -> None:
     ("schedule", "message"),
     [
         (((F0, F1, B0, B1), (F0, F1, B0)), "Stage 1 lacks Action(kind=<Kind.BACKWARD: 'B'>, micro_batch=1,"),
-        (((F0, F0, F1, B0, B1), (F0, F1, B0, B1)), "Stage 0 runs Action(kind=<Kind.FORWARD: 'F'>, micro_batch=0,"),
+        (
+            ((F0, F0, F1, B0, B1), (F0, F1, B0, B1)),
+            "Stage 0 runs Action(kind=<Kind.FORWARD: 'F'>, micro_batch=0,",
+        ),
         (
             ((F0, F1, B0, B1, Action(kind=Kind.FORWARD, micro_batch=2)), (F0, F1, B0, B1)),
             "Stage 0 has no use for Action(kind=<Kind.FORWARD: 'F'>, micro_batch=2,",
         ),
-        (((F0, B0, F1, B1), (F0, F1, B0, B1)), "Stage 0 waits for ever to run Action(kind=<Kind.BACKWARD: 'B'>"),
-        (((F0, F1, B0, B1), (B0, F0, F1, B1)), "Stage 0 waits for ever to run Action(kind=<Kind.BACKWARD: 'B'>"),
+        (
+            ((F0, B0, F1, B1), (F0, F1, B0, B1)),
+            "Stage 0 waits for ever to run Action(kind=<Kind.BACKWARD: 'B'>",
+        ),
+        (
+            ((F0, F1, B0, B1), (B0, F0, F1, B1)),
+            "Stage 0 waits for ever to run Action(kind=<Kind.BACKWARD: 'B'>",
+        ),
         (((F0, F1, B0, B1),), "The schedule has 1 lists of actions, but the plan has 2 stages"),
     ],
 )

@@ -2,20 +2,41 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_hybridop.planning.plan import Plan, even_plan
+from lightning_hybridop.planning.plan import Plan, Role, ScheduleName, Stage, even_plan
 from lightning_hybridop.schedules import SCHEDULES, build_schedule
 from lightning_hybridop.schedules.actions import Action, Kind
 from lightning_hybridop.schedules.forward_only import forward_only
 from tests.schedules.executor import StuckError, execute, plans, work_of
 
-ROBUST = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+ROBUST = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @ROBUST
 @given(data=st.data())
-def test_does_all_work_once_and_never_gets_stuck(name: str, data: st.DataObject) -> None:
-    plan = data.draw(plans(schedule=name))
+def test_does_all_work_once_and_never_gets_stuck(name: ScheduleName, data: st.DataObject) -> None:
+    check_all_work_is_done(data.draw(plans(schedule=name)))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("role", ["bp", "zo", "frozen"])
+@pytest.mark.parametrize("stages", range(1, 7))
+def test_stages_of_one_role(name: ScheduleName, role: Role, stages: int) -> None:
+    for micro_batches in range(1, 7):
+        check_all_work_is_done(
+            Plan(
+                blocks=stages,
+                stages=tuple(Stage(first=index, last=index + 1, role=role) for index in range(stages)),
+                micro_batches=micro_batches,
+                queries=2,
+                exit_queries=1 if role == "zo" else 0,
+                schedule=name,
+            )
+        )
+
+
+def check_all_work_is_done(plan: Plan) -> None:
+    """Check that every stage does its work once, and that all of it can be executed."""
     schedule = build_schedule(plan)
 
     execution = execute(plan, schedule)
@@ -30,7 +51,7 @@ def test_does_all_work_once_and_never_gets_stuck(name: str, data: st.DataObject)
 @pytest.mark.parametrize("name", ["1f1b", "hybridop"])
 @ROBUST
 @given(data=st.data())
-def test_holds_few_activations(name: str, data: st.DataObject) -> None:
+def test_holds_few_activations(name: ScheduleName, data: st.DataObject) -> None:
     plan = data.draw(plans(schedule=name))
 
     execution = execute(plan, build_schedule(plan))
@@ -68,5 +89,7 @@ def test_the_executor_notices_what_cannot_run() -> None:
         execute(plan, ((f0, b0, f1, b1), second))
     with pytest.raises(AssertionError, match="without its forward"):
         execute(plan, ((b0, f0, f1, b1), second))
-    without_backward = tuple(tuple(a for a in actions if a.kind is Kind.FORWARD) for actions in (first, second))
+    without_backward = tuple(
+        tuple(a for a in actions if a.kind is Kind.FORWARD) for actions in (first, second)
+    )
     assert execute(plan, (without_backward[0], without_backward[1][:1])).unread == [(1, ("F", 1, None, 1))]

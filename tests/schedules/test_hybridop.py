@@ -36,6 +36,53 @@ def test_makespan_with_two_zo_and_two_bp_stages(queries: int, expected: float) -
     assert execute(plan, hybridop(plan)).makespan == expected
 
 
+def paper_time(zo: list[int], bp: list[int], micro_batches: int, queries: int) -> int:
+    """Return the paper's T_head: `sum_N t + 3 sum_G t + 3 (M-1) max_G t + M Q t*`."""
+    return sum(zo) + 3 * sum(bp) + 3 * (micro_batches - 1) * max(bp) + micro_batches * queries * bp[0]
+
+
+def two_roles(zo: list[int], bp: list[int], *, micro_batches: int, queries: int) -> Plan:
+    """Return a plan whose stages take so long for a forward."""
+    times = zo + bp
+    stages = tuple(
+        Stage(first=sum(times[:index]), last=sum(times[: index + 1]), role="zo" if index < len(zo) else "bp")
+        for index in range(len(times))
+    )
+    return Plan(blocks=sum(times), stages=stages, micro_batches=micro_batches, queries=queries)
+
+
+@pytest.mark.parametrize(
+    ("zo", "bp", "micro_batches"),
+    [
+        ([1], [3], 1),
+        ([2, 1], [2], 6),
+        ([3], [2], 8),
+        ([2, 2], [1, 1], 2),
+        ([2, 2], [1, 1], 8),
+        ([1, 2], [2, 2], 6),
+        ([2], [1, 1, 1], 4),
+        ([3], [2, 1], 8),
+    ],
+)
+def test_the_papers_time_at_one_query_where_neither_zo_stages_nor_few_micro_batches_leave_gaps(
+    zo: list[int], bp: list[int], micro_batches: int
+) -> None:
+    plan = two_roles(zo, bp, micro_batches=micro_batches, queries=1)
+
+    assert makespan(hybridop_timeline(plan)) == paper_time(zo, bp, micro_batches, 1)
+
+
+@pytest.mark.parametrize(
+    ("queries", "published"), [(1, 23), (2, 27), (3, 31), (4, 35), (6, 43), (12, 67), (20, 99)]
+)
+def test_the_papers_time_has_no_term_for_waiting_on_zo_stages(queries: int, published: int) -> None:
+    plan = two_roles([2, 2], [1, 1], micro_batches=4, queries=queries)
+
+    assert plan == replace(TWO_ZO_TWO_BP, queries=queries)
+    assert paper_time([2, 2], [1, 1], 4, queries) == published
+    assert (makespan(hybridop_timeline(plan)) > published) == (queries > 1)
+
+
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (1, 5), (2, 4), (4, 4), (6, 3)])
 def test_equal_bp_stages_take_as_long_as_the_formula_of_1f1b(stages: int, micro_batches: int) -> None:
     plan = even_plan(blocks=2 * stages, stages=stages, micro_batches=micro_batches)
@@ -59,6 +106,14 @@ def test_order_on_a_small_pipeline() -> None:
     assert tail == "F0 B0 F1 B1 P0.0 P1.0"
 
 
+def test_both_signs_of_a_central_difference_follow_each_other() -> None:
+    plan = even_plan(
+        blocks=1, stages=1, zo_stages=1, micro_batches=2, queries=1, exit_queries=1, difference="central"
+    )
+
+    assert texts(hybridop(plan)) == ("F0 F1 P0.0 P0.0- P1.0 P1.0- X0.0 X0.0- X1.0 X1.0-",)
+
+
 @given(plan=plans(schedule="hybridop", most_micro_batches=4))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_stage_always_takes_the_most_urgent_action_at_hand(plan: Plan) -> None:
@@ -73,7 +128,9 @@ def test_every_stage_always_takes_the_most_urgent_action_at_hand(plan: Plan) -> 
         own = [timed for timed in timeline if timed.stage == stage]
         limit = len(bp_stages) - bp_stages.index(stage) if stage in bp_stages else None
         for index, taken in enumerate(own):
-            held = sum((t.action.kind is Kind.FORWARD) - (t.action.kind is Kind.BACKWARD) for t in own[:index])
+            held = sum(
+                (t.action.kind is Kind.FORWARD) - (t.action.kind is Kind.BACKWARD) for t in own[:index]
+            )
             for passed_over in own[index + 1 :]:
                 if passed_over.action.kind is Kind.FORWARD and limit is not None and held >= limit:
                     continue

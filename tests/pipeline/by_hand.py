@@ -1,0 +1,67 @@
+"""Runs a cut model stage by stage in one process, as several devices would run it."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybridop.pipeline.anatomy import read_anatomy
+from lightning_hybridop.pipeline.stage import StageModel
+
+Step = Callable[[nn.Module], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradients:
+    """What one forward and backward gave: the step's output and every gradient by its ordinary name."""
+
+    output: Any
+    gradients: dict[str, Tensor]
+
+
+def cut(module: nn.Module, ranges: Sequence[tuple[int, int]], **options: Any) -> list[StageModel]:
+    """Return one stage per range of blocks, each cut from a copy of its own."""
+    anatomy = read_anatomy(module)
+    return [
+        StageModel(copy.deepcopy(module), anatomy, first=first, last=last, **options) for first, last in ranges
+    ]
+
+
+def unsplit_gradients(module: nn.Module, step: Step) -> Gradients:
+    """Run `step` and its backward on a copy of the whole model."""
+    whole = copy.deepcopy(module)
+    output = step(whole)
+    output.loss.backward()
+    return Gradients(output=output, gradients=_gradients(whole))
+
+
+def forward_by_hand(stages: Sequence[StageModel], step: Step) -> Any:
+    """Run `step` through the stages without gradients and return the last stage's output."""
+    received_BTD: Tensor | None = None
+    with torch.no_grad():
+        for stage in stages[:-1]:
+            received_BTD = stage.hidden(lambda: step(stage.module), received_BTD)  # noqa: B023  # called at once
+        return stages[-1].output(lambda: step(stages[-1].module), received_BTD)
+
+
+def split_gradients(stages: Sequence[StageModel], step: Step) -> Gradients:
+    """Run `step` forwards through the stages and its backward back through them."""
+    sent: list[Tensor] = []
+    received: list[Tensor | None] = [None]
+    for stage in stages[:-1]:
+        sent.append(stage.hidden(lambda: step(stage.module), received[-1]))  # noqa: B023  # called at once
+        received.append(sent[-1].detach().requires_grad_())
+    output = stages[-1].output(lambda: step(stages[-1].module), received[-1])
+    output.loss.backward()
+    for end, start in zip(reversed(sent), reversed(received), strict=False):
+        assert start is not None
+        end.backward(start.grad)
+    merged = {name: gradient for stage in stages for name, gradient in _gradients(stage.module).items()}
+    return Gradients(output=output, gradients=merged)
+
+
+def _gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
