@@ -21,7 +21,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             shutil.copy(ROOT / name, source / name)
     target = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+    ]
     subprocess.run([*command, "--wheel-dir", str(target), str(source)], check=True, timeout=100)
     (path,) = target.glob("*.whl")
     return path
@@ -34,7 +43,9 @@ def files_of(folder: str, *suffixes: str) -> set[str]:
 
 def test_wheel_holds_the_package_the_configuration_and_the_recipes(wheel: Path) -> None:
     expected = files_of("lightning_hybridop", ".py", ".yaml", "py.typed")
-    expected |= {f"lightning_hybridop/{name}" for name in files_of("conf", ".yaml") | files_of("recipes", ".py")}
+    expected |= {
+        f"lightning_hybridop/{name}" for name in files_of("conf", ".yaml") | files_of("recipes", ".py")
+    }
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert found == expected
@@ -70,6 +81,10 @@ def test_every_dependency_has_a_tested_version() -> None:
     lines = setup["options"]["install_requires"].splitlines()
     for extra in ("demo", "viz", "test"):
         lines += setup["options.extras_require"][extra].splitlines()
-    names = {line.replace("<", ">").split(">")[0].lower() for line in lines if line and not line.startswith("#")}
-    pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    names = {
+        line.replace("<", ">").split(">")[0].lower() for line in lines if line and not line.startswith("#")
+    }
+    pinned = {
+        line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+    }
     assert names <= pinned

@@ -35,17 +35,23 @@ def sentence(error: BaseException) -> str:
 def write_failure(logs: Path, rank: int, error: BaseException) -> None:
     """Leave a note of why rank `rank` failed, and when, for the process that started it."""
     # A neighbour that is gone is why the others fail, not why the run does.
-    consequence = isinstance(error, DistError) or type(error).__name__ == "TransportError" or "gloo" in str(error)
+    consequence = (
+        isinstance(error, DistError) or type(error).__name__ == "TransportError" or "gloo" in str(error)
+    )
     note = {"rank": rank, "time": time.time(), "consequence": consequence, "sentence": sentence(error)}
     _note(logs, rank).write_text(json.dumps(note), encoding="utf-8")
 
 
-def first_failure(logs: Path) -> str | None:
-    """Return why the run failed according to the notes: the first cause, else the first consequence of one."""
+def first_failure(logs: Path, *, consequences: bool = True) -> str | None:
+    """Return why the run failed according to the notes: the first cause, else the first consequence of one.
+
+    None when there is no note, or without `consequences` when no note tells a cause.
+    """
     notes = [json.loads(path.read_text(encoding="utf-8")) for path in logs.glob("rank_*.failure.json")]
-    if not notes:
+    told = [note for note in notes if consequences or not note["consequence"]]
+    if not told:
         return None
-    first = min(notes, key=lambda note: (note["consequence"], note["time"]))
+    first = min(told, key=lambda note: (note["consequence"], note["time"]))
     return f"rank {first['rank']}: {first['sentence']}"
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -53,9 +54,10 @@ def launch(folder: Path, *, processes: int, port: int | None) -> None:
     if sys.platform == "linux":
         # All processes are on this host, whose name need not resolve to an address of its own.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Its notes and stack traces would surround the one sentence that matters.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
+    # Its notes and stack traces would surround the one sentence that matters; each of its loggers has its own level.
+    for name in list(logging.Logger.manager.loggerDict):
+        if name.startswith("torch.distributed"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -70,8 +72,19 @@ def launch(folder: Path, *, processes: int, port: int | None) -> None:
     try:
         elastic_launch(config, sys.executable)("-m", WORKER, str(folder))
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        reason = first_failure(folder / LOGS) or f"rank {rank}: {failure.message.strip().splitlines()[-1]}"
-        raise RunError(reason) from error
+        raise RunError(_reason(error, folder / LOGS)) from error
     except SignalException as error:
         raise RunInterruptedError(int(error.sigval)) from error
+
+
+def _reason(error: ChildFailedError, logs: Path) -> str:
+    """Return why the run failed: what a process said of itself, else which one ended without a word."""
+    cause = first_failure(logs, consequences=False)
+    if cause is not None:
+        return cause
+    for rank, failure in sorted(error.failures.items()):
+        # SIGTERM is how the others are ended.
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+            return f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}; look at {logs}."
+    rank, failure = error.get_first_failure()
+    return first_failure(logs) or f"rank {rank} ended with exit code {failure.exitcode}; look at {logs}."

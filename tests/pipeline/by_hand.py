@@ -22,20 +22,23 @@ class Gradients:
     gradients: dict[str, Tensor]
 
 
-def cut(module: nn.Module, ranges: Sequence[tuple[int, int]], **options: Any) -> list[StageModel]:
-    """Return one stage per range of blocks, each cut from a copy of its own."""
+def cut(module: nn.Module, ranges: Sequence[tuple[int, int]]) -> list[StageModel]:
+    """Return one stage per range of blocks, each cut from a copy of its own; the last one from `module` itself."""
     anatomy = read_anatomy(module)
+    copies = [copy.deepcopy(module) for _ in ranges[1:]]
     return [
-        StageModel(copy.deepcopy(module), anatomy, first=first, last=last, **options) for first, last in ranges
+        StageModel(part, anatomy, first=first, last=last)
+        for part, (first, last) in zip([*copies, module], ranges, strict=True)
     ]
 
 
 def unsplit_gradients(module: nn.Module, step: Step) -> Gradients:
-    """Run `step` and its backward on a copy of the whole model."""
-    whole = copy.deepcopy(module)
-    output = step(whole)
+    """Run `step` and its backward on the whole model, and take the gradients away."""
+    output = step(module)
     output.loss.backward()
-    return Gradients(output=output, gradients=_gradients(whole))
+    gradients = _gradients(module)
+    module.zero_grad()
+    return Gradients(output=output, gradients=gradients)
 
 
 def forward_by_hand(stages: Sequence[StageModel], step: Step) -> Any:
