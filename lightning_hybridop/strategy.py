@@ -41,7 +41,7 @@ from lightning_hybridop.pipeline.batches import (
     token_shape,
 )
 from lightning_hybridop.pipeline.engine import Engine, Steps
-from lightning_hybridop.pipeline.exchange import check_same_batch, clock_offset
+from lightning_hybridop.pipeline.exchange import broadcast_json, check_same_batch, clock_offset
 from lightning_hybridop.pipeline.learning import EstimatorSettings, MiniBatchResult, train_mini_batch
 from lightning_hybridop.pipeline.ownership import (
     block_dtype,
@@ -53,7 +53,7 @@ from lightning_hybridop.pipeline.ownership import (
 from lightning_hybridop.pipeline.stage import StageModel
 from lightning_hybridop.pipeline.stand_ins import StandIn
 from lightning_hybridop.pipeline.transport import Channel
-from lightning_hybridop.planning.plan import Plan, Role, even_plan, load_plan
+from lightning_hybridop.planning.plan import Plan, Role, Stage, even_plan, load_plan
 from lightning_hybridop.replay import LogRecorder, log_silenced, replay, share_metrics
 from lightning_hybridop.sampling import seed_samplers
 from lightning_hybridop.schedules.forward_only import forward_only
@@ -123,6 +123,8 @@ class HybridOPStrategy(ParallelStrategy):
             "difference": difference,
             "exit_baseline": exit_baseline,
         }
+        # Checked here, so that a bad option is refused before any process is started or any model loaded.
+        Plan(blocks=1, stages=(Stage(first=0, last=1, role="zo"),), **self._plan_options)
         self._epsilon = epsilon
         self._directions: Directions = directions
         self._zo_lr_scale = zo_lr_scale
@@ -268,7 +270,7 @@ class HybridOPStrategy(ParallelStrategy):
             # Lightning derives the device of autocast from the accelerator's name and does not know ours.
             self.precision_plugin.device = self.compute_device.type
         self.model = self.precision_plugin.convert_module(self.lightning_module)
-        if self._engine is None:
+        if self._engine is None or self._engine.model.module is not self.lightning_module:
             self._cut(self.lightning_module)
         share_metrics(
             self.lightning_module,
@@ -562,12 +564,13 @@ class HybridOPStrategy(ParallelStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         if not self.pipelined:
             return super().predict_step(*args, **kwargs)
-        return joined(self._evaluate("predict_step", self.precision_plugin.predict_step_context, *args))
+        outputs = self._evaluate("predict_step", self.precision_plugin.predict_step_context, *args)
+        return self.broadcast(joined(outputs) if self._is_last_stage else None, src=self._rank_of_stage[-1])
 
     def _evaluate(
         self, hook: str, context: Callable[[], AbstractContextManager[None]], batch: Any, *arguments: Any
     ) -> list[Any]:
-        """Run one of the module's evaluation steps micro-batch by micro-batch and return all ranks its outputs."""
+        """Run one of the module's evaluation steps micro-batch by micro-batch; only the last stage has outputs."""
         module, engine = self._module_and_engine()
         micro_batches, weights, token_shapes = self._sliced(batch)
         recorder = LogRecorder()
@@ -581,10 +584,9 @@ class HybridOPStrategy(ParallelStrategy):
         with self._in_step():
             actions = forward_only(replace(self.plan, micro_batches=len(micro_batches)))[self.stage_index]
             outputs = engine.evaluate(actions, step=step, token_shapes=token_shapes)
-        report = (recorder.entries(module), outputs if hook == "predict_step" else [])
-        shared: tuple[list[dict[str, Any]], list[Any]] = self.broadcast(report, src=self._rank_of_stage[-1])
-        replay(module, shared[0], owns_metrics=self._is_last_stage)
-        return shared[1]
+        entries = broadcast_json(recorder.entries(module), source=self._rank_of_stage[-1])
+        replay(module, entries, owns_metrics=self._is_last_stage)
+        return outputs
 
     # What both share.
 

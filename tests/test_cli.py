@@ -27,6 +27,7 @@ from lightning_hybridop.planning.plan import even_plan, load_plan, plan_to_dict
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = 4
+LONGEST_RUN = 240  # seconds; most of it is several processes that import torch at once
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -239,12 +240,13 @@ def csv_column(path: Path, name: str) -> list[float]:
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_fit_starts_its_processes_and_fills_one_folder(model: Path, elsewhere: Path) -> None:
     run = subprocess.run(
         command(tiny(model, "cluster=local_1zo_1bp", "cluster.bp_stages=2")),
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=LONGEST_RUN,
     )
     assert run.returncode == 0, run.stderr
     (folder,) = elsewhere.glob("outputs/*/*")
@@ -273,11 +275,15 @@ def test_fit_starts_its_processes_and_fills_one_folder(model: Path, elsewhere: P
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_torchrun_ranks_share_one_folder(model: Path, elsewhere: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     arguments = tiny(model, "cluster=local_1zo_1bp", "cluster.zo_role=frozen", "trainer.max_steps=1")
     run = subprocess.run(
-        [*launcher, "-m", "lightning_hybridop", *arguments], capture_output=True, text=True, timeout=110
+        [*launcher, "-m", "lightning_hybridop", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_RUN,
     )
     assert run.returncode == 0, run.stderr
     (folder,) = elsewhere.glob("outputs/*/*")
@@ -287,6 +293,7 @@ def test_torchrun_ranks_share_one_folder(model: Path, elsewhere: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_stage_that_fails_ends_the_run_with_its_sentence(model: Path, elsewhere: Path) -> None:
     # Only the processes themselves find out that the plan does not fit the model.
     (elsewhere / "plan.yaml").write_text(
@@ -298,7 +305,7 @@ def test_a_stage_that_fails_ends_the_run_with_its_sentence(model: Path, elsewher
         stderr=subprocess.PIPE,
         text=True,
     )
-    _, errors = started.communicate(timeout=110)
+    _, errors = started.communicate(timeout=LONGEST_RUN)
     assert started.returncode == 1
     told = [line for line in errors.splitlines() if line.startswith("hybridop: ")]
     assert len(told) == 1
@@ -311,6 +318,7 @@ def test_a_stage_that_fails_ends_the_run_with_its_sentence(model: Path, elsewher
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_running_when_the_command_is_ended(number: int, model: Path, elsewhere: Path) -> None:
     started = subprocess.Popen(
@@ -319,7 +327,7 @@ def test_nothing_is_left_running_when_the_command_is_ended(number: int, model: P
         stderr=subprocess.DEVNULL,
     )
     try:
-        wait_until(lambda: (elsewhere / "run" / "timeline.json").is_file(), seconds=80)
+        wait_until(lambda: (elsewhere / "run" / "timeline.json").is_file(), seconds=LONGEST_RUN)
     finally:
         started.send_signal(number)
     assert started.wait(timeout=20) == (128 + number if number == signal.SIGTERM else -number)

@@ -13,7 +13,7 @@ from lightning_hybridop.estimation.directions import DirectionKey, direction
 def perturbed(parameters: Mapping[str, nn.Parameter], key: DirectionKey, scale: float) -> Iterator[None]:
     """Inside the block every parameter holds `theta + scale * z`; afterwards its own storage, untouched.
 
-    The sum is formed in float32 and rounded once to the parameter's dtype. Because the original storage is set
+    The sum is formed in float32 or wider and rounded once to the parameter's dtype. Because the original storage is set
     aside instead of being subtracted from, parameters stay bitwise equal in every dtype.
     """
     originals = {name: parameter.data for name, parameter in parameters.items()}
@@ -21,7 +21,8 @@ def perturbed(parameters: Mapping[str, nn.Parameter], key: DirectionKey, scale: 
         for name, parameter in parameters.items():
             original = originals[name]
             z = direction(key, name, original.shape).to(original.device)
-            parameter.data = torch.add(original.float(), z, alpha=scale).to(original.dtype)
+            wide = torch.promote_types(original.dtype, torch.float32)
+            parameter.data = torch.add(original.to(wide), z.to(wide), alpha=scale).to(original.dtype)
         yield
     finally:
         for name, parameter in parameters.items():

@@ -127,7 +127,7 @@ def _siblings(module: nn.Module, path: str) -> Iterator[tuple[str, tuple[nn.Modu
 def _language_model(module: nn.Module, path: str) -> nn.Module | None:
     """Return the outermost Hugging Face style model on the way down to the blocks."""
     ancestor = module
-    for part in path.split("."):
+    for part in ("", *path.split(".")):  # "" is the module itself
         ancestor = ancestor.get_submodule(part)
         # peft's wrappers forward attribute reads, so ask the class: only the model itself defines the method.
         if hasattr(type(ancestor), "get_input_embeddings"):

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -170,7 +171,7 @@ class Engine:
         outputs: list[Any] = []
         for position, action in enumerate(actions):
             incoming = self._receive(actions, position, token_shapes)
-            run = lambda: step(action.micro_batch)  # noqa: B023, E731  # called within this iteration only
+            run = partial(step, action.micro_batch)
             if self.is_last:
                 outputs.append(self.model.output(run, incoming))
             else:

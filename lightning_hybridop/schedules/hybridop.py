@@ -76,5 +76,5 @@ def hybridop_timeline(plan: Plan) -> Timeline:
 
 
 def _rank(action: Action) -> tuple[int, int, int]:
-    """Return what orders a stage's actions of one kind; no two have the same, so the schedule is the same on every host."""
+    """Return what orders a stage's actions of one kind: unique, so that every host builds the same schedule."""
     return (-1 if action.query is None else action.query, action.micro_batch, -action.sign)
