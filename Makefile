@@ -3,9 +3,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Nothing is compiled ahead of its first import: that takes a minute, and most of it would never be imported.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-compile -c constraints.txt
-# Nothing is compiled ahead of its first import: that takes a minute and most of it would never be imported.
-# Of all that pip says, only the name of each package that it fetches, and errors.
+# Of all that pip says, only the name of each package that it fetches, and what goes wrong.
 NAMES := sed -un 's/^Collecting \([^ ]*\).*/  \1/p'
 
 SHELL := bash

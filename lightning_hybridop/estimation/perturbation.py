@@ -13,8 +13,8 @@ from lightning_hybridop.estimation.directions import DirectionKey, direction
 def perturbed(parameters: Mapping[str, nn.Parameter], key: DirectionKey, scale: float) -> Iterator[None]:
     """Inside the block every parameter holds `theta + scale * z`; afterwards its own storage, untouched.
 
-    The sum is formed in float32 or wider and rounded once to the parameter's dtype. Because the original storage is set
-    aside instead of being subtracted from, parameters stay bitwise equal in every dtype.
+    The sum is formed in float32 or wider and rounded once to the parameter's dtype. Because the original storage
+    is set aside instead of being subtracted from, parameters stay bitwise equal in every dtype.
     """
     originals = {name: parameter.data for name, parameter in parameters.items()}
     try:

@@ -13,7 +13,6 @@ from lightning_hybridop.estimation.estimators import RESOLUTION, Directions, Est
 from lightning_hybridop.estimation.perturbation import accumulate_direction
 from lightning_hybridop.pipeline.engine import Engine, Perturbation, Steps
 from lightning_hybridop.pipeline.exchange import broadcast_json
-from lightning_hybridop.planning.plan import Plan
 from lightning_hybridop.schedules import build_schedule
 from lightning_hybridop.schedules.actions import Action
 from lightning_hybridop.schedules.timeline import TimedAction
@@ -97,7 +96,7 @@ def train_mini_batch(
             seed=settings.seed,
             step=step,
         )
-        _warn_about(result, loss=loss, plan=plan, settings=settings)
+        _warn_about(result, loss=loss, settings=settings, moved=len(engine.zo_parameters) > 0)
         if plan.stages[engine.stage].role == "zo":
             gradients = estimated_gradients(engine.zo_parameters, result)
     return MiniBatchResult(
@@ -125,14 +124,19 @@ def estimated_gradients(parameters: Mapping[str, nn.Parameter], result: Estimate
     return {name: gradient.to(parameters[name].dtype) for name, gradient in gradients.items()}
 
 
-def _warn_about(result: Estimate, *, loss: float, plan: Plan, settings: EstimatorSettings) -> None:
+def _warn_about(result: Estimate, *, loss: float, settings: EstimatorSettings, moved: bool) -> None:
+    """Warn of lost and of drowned directions; `moved` tells whether this stage has parameters that should show."""
     if result.dropped:
         warnings.warn(
             f"{result.dropped} of {result.dropped + len(result.derivatives)} directions gave a loss that is not "
             "finite and were dropped; a smaller epsilon or learning rate helps if this goes on.",
             stacklevel=2,
         )
-    elif result.derivatives and 0.0 < result.largest_difference < settings.resolution * abs(loss):
+    elif (
+        result.derivatives
+        and result.largest_difference < settings.resolution * abs(loss)
+        and (moved or result.largest_difference > 0.0)
+    ):
         warnings.warn(
             f"Perturbed losses differ by at most {result.largest_difference:.1e} from a loss of {loss:.3g}, below what "
             f"the arithmetic resolves ({settings.resolution * abs(loss):.1e}); use a larger epsilon or float32.",

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import queue
 import socket
 import sys
@@ -25,7 +26,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 90.0) -> list[Any]:
+def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 180.0) -> list[Any]:
     """Call `function(*arguments)` on every rank as torchrun would, and return what each rank returned.
 
     Raises:
@@ -36,7 +37,8 @@ def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, timeout
     port = free_port()
     processes = [
         _CONTEXT.Process(
-            target=_run_rank, args=(answers, rank, ranks, port, function, arguments), daemon=True
+            # Not daemons: the loaders of some tests have workers, which daemons may not start.
+            target=_run_rank, args=(answers, rank, ranks, port, function, arguments)
         )
         for rank in range(ranks)
     ]
@@ -56,7 +58,7 @@ def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, timeout
                 silent = sorted(set(range(ranks)) - set(results))
                 raise TimeoutError(f"Ranks {silent} did not answer within {timeout:g} s.") from None
             if failure is None:
-                results[rank] = result
+                results[rank] = pickle.loads(result)
             else:
                 failures[rank] = failure
     finally:
@@ -88,7 +90,8 @@ def _run_rank(
 
     torch.set_num_threads(1)
     try:
-        answers.put((rank, None, function(*arguments)))
+        # As bytes: a queue would hand tensors over in shared memory, which is gone when this process ends.
+        answers.put((rank, None, pickle.dumps(function(*arguments))))
     except BaseException:
         answers.put((rank, traceback.format_exc(), None))
         sys.stdout.flush()

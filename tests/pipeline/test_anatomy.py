@@ -28,7 +28,9 @@ def test_anatomy_of_a_lightning_module_around_peft() -> None:
 def test_what_runs_behind_is_told_by_running_not_by_order() -> None:
     # BERT's embeddings stand beside its encoder as the pooler does, and have a norm of their own.
     model = BertForSequenceClassification(
-        BertConfig(vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2)
+        BertConfig(
+            vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2
+        )
     )
 
     anatomy = read_anatomy(model)
@@ -112,7 +114,9 @@ def test_blocks_may_be_named_by_the_end_of_their_path() -> None:
 
 
 def test_wrong_name_of_blocks_lists_the_right_ones() -> None:
-    with pytest.raises(CutError, match=re.escape("blocks='layer' names 0 module lists, expected exactly one of: trunk.")):
+    with pytest.raises(
+        CutError, match=re.escape("blocks='layer' names 0 module lists, expected exactly one of: trunk.")
+    ):
         read_anatomy(PlainModel(), blocks_name="layer")
 
 
@@ -126,7 +130,7 @@ def test_ambiguous_name_of_blocks_is_refused() -> None:
 
 
 def test_model_without_a_list_of_blocks_is_refused() -> None:
-    with pytest.raises(CutError, match="Linear has no nn.ModuleList of transformer blocks"):
+    with pytest.raises(CutError, match=r"Linear has no nn\.ModuleList of transformer blocks"):
         read_anatomy(nn.Linear(2, 2))
 
 

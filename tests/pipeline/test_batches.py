@@ -56,7 +56,11 @@ BATCHES = {
     "BatchEncoding": lambda rows: BatchEncoding({"input_ids": column(rows), "labels": column(rows, 2)}),
     "UserDict": lambda rows: UserDict(input_ids=column(rows)),
     "strings": lambda rows: {"input_ids": column(rows), "texts": [f"row {row}" for row in range(rows)]},
-    "what has no rows": lambda rows: {"input_ids": column(rows), "temperature": 0.5, "scale": torch.tensor(2.0)},
+    "what has no rows": lambda rows: {
+        "input_ids": column(rows),
+        "temperature": 0.5,
+        "scale": torch.tensor(2.0),
+    },
 }
 
 
@@ -131,7 +135,9 @@ def test_batch_without_rows_is_refused() -> None:
 def test_tensors_of_a_nested_batch_come_in_order() -> None:
     one, two, three = torch.ones(1), torch.ones(2), torch.ones(3)
 
-    assert [len(tensor) for tensor in tensors({"a": [one, (two,)], "b": "text", "c": Record(three, "x")})] == [1, 2, 3]
+    assert [
+        len(tensor) for tensor in tensors({"a": [one, (two,)], "b": "text", "c": Record(three, "x")})
+    ] == [1, 2, 3]
 
 
 # Weights.
@@ -171,7 +177,8 @@ def test_weighted_losses_are_the_mini_batchs_loss(parts: int, shifted: bool) -> 
     micro_batches = split_rows({"logits": logits, "labels": labels}, parts)
     weights = shares([label_count(part, shifted=shifted) for part in micro_batches])
     weighted = sum(
-        weight * loss(part["logits"], part["labels"]) for weight, part in zip(weights, micro_batches, strict=True)
+        weight * loss(part["logits"], part["labels"])
+        for weight, part in zip(weights, micro_batches, strict=True)
     )
 
     assert weighted == pytest.approx(float(loss(logits, labels)), abs=1e-12)

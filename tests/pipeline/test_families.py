@@ -113,7 +113,9 @@ FAMILIES = {
             "pad_token_id": 0,
         },
         heads=(CLASSIFICATION,),
-        exclude=["pre_classifier"],  # peft trains it whole, as it matches "classifier", and cannot also adapt it
+        exclude=[
+            "pre_classifier"
+        ],  # peft trains it whole, as it matches "classifier", and cannot also adapt it
     ),
     "OLMo2": Family(config="Olmo2", options=DECODER),
     "SmolLM3": Family(config="SmolLM3", options=DECODER),
@@ -214,7 +216,9 @@ def test_split_model_is_bit_identical_to_the_unsplit_one(name: str, head: str) -
     assert torch.equal(split.output.logits, whole.output.logits)
     assert torch.equal(split.output.loss, whole.output.loss)
     assert split.gradients.keys() == whole.gradients.keys()
-    different = [key for key, gradient in whole.gradients.items() if not torch.equal(split.gradients[key], gradient)]
+    different = [
+        key for key, gradient in whole.gradients.items() if not torch.equal(split.gradients[key], gradient)
+    ]
     assert different == []
     # The comparison says something only if every block and the head learn.
     learning = [key for key, gradient in whole.gradients.items() if gradient.count_nonzero() > 0]

@@ -30,7 +30,9 @@ def test_every_trainable_parameter_has_one_owner() -> None:
 def test_trainable_tied_embedding_is_refused() -> None:
     model = tied_model()
 
-    with pytest.raises(CutError, match=r"embed\.weight \(stage 0\) and head\.weight \(stage 1\) are one trainable tensor"):
+    with pytest.raises(
+        CutError, match=r"embed\.weight \(stage 0\) and head\.weight \(stage 1\) are one trainable tensor"
+    ):
         owned_parameters(model, read_anatomy(model), (2, 4))
 
 

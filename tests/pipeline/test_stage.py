@@ -137,7 +137,9 @@ def test_model_is_cut_again_after_an_error_inside_whole() -> None:
 def test_stage_outside_the_blocks_is_refused(first: int, last: int) -> None:
     model = PlainModel(blocks=4)
 
-    with pytest.raises(CutError, match=re.escape(f"Stage [{first}, {last}) does not lie in the model's 4 blocks")):
+    with pytest.raises(
+        CutError, match=re.escape(f"Stage [{first}, {last}) does not lie in the model's 4 blocks")
+    ):
         StageModel(model, read_anatomy(model), first=first, last=last)
 
 
@@ -168,7 +170,11 @@ def test_model_outside_hugging_face(ranges: list[tuple[int, int]], tuples: bool)
     split = split_gradients(cut(model, ranges), plain_step)
 
     assert torch.equal(split.output.logits, whole.output.logits)
-    assert split.gradients.keys() == whole.gradients.keys() == dict(PlainModel(blocks=4).named_parameters()).keys()
+    assert (
+        split.gradients.keys()
+        == whole.gradients.keys()
+        == dict(PlainModel(blocks=4).named_parameters()).keys()
+    )
     for name, gradient in whole.gradients.items():
         assert torch.equal(split.gradients[name], gradient), name
 
@@ -192,13 +198,21 @@ def _opt() -> nn.Module:
 def _gpt2() -> nn.Module:
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=VOCABULARY, n_embd=16, n_layer=6, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=2
+            vocab_size=VOCABULARY,
+            n_embd=16,
+            n_layer=6,
+            n_head=2,
+            n_positions=64,
+            bos_token_id=1,
+            eos_token_id=2,
         )
     )
 
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])
-@pytest.mark.parametrize("make_model", [lambda: tiny_llama(blocks=6), _opt, _gpt2], ids=["Llama", "OPT", "GPT-2"])
+@pytest.mark.parametrize(
+    "make_model", [lambda: tiny_llama(blocks=6), _opt, _gpt2], ids=["Llama", "OPT", "GPT-2"]
+)
 def test_padding_gives_the_unsplit_logits(make_model: Callable[[], nn.Module], side: str) -> None:
     torch.manual_seed(0)
     model = make_model().eval()
@@ -210,7 +224,9 @@ def test_padding_gives_the_unsplit_logits(make_model: Callable[[], nn.Module], s
     tokens_BT = torch.randint(3, VOCABULARY, (3, 9)) * mask_BT
 
     def padded(model: nn.Module) -> Any:
-        return model(input_ids=tokens_BT, attention_mask=mask_BT, labels=tokens_BT.masked_fill(mask_BT == 0, -100))
+        return model(
+            input_ids=tokens_BT, attention_mask=mask_BT, labels=tokens_BT.masked_fill(mask_BT == 0, -100)
+        )
 
     with torch.no_grad():
         whole = padded(model)

@@ -89,7 +89,9 @@ def test_from_previous_refuses_another_shape() -> None:
     stand_in = FromPrevious(Block(), returns_tuple=False)
     stand_in.received = HIDDEN_BTD
 
-    with pytest.raises(StageInputError, match=re.escape("shape (1, 3, 4), but this stage's batch makes (2, 3, 4)")):
+    with pytest.raises(
+        StageInputError, match=re.escape("shape (1, 3, 4), but this stage's batch makes (2, 3, 4)")
+    ):
         stand_in(torch.zeros(2, 3, 4))
 
 
@@ -116,9 +118,7 @@ def test_passing_to_next_is_a_skip(returns_tuple: bool) -> None:
 
 
 def test_embedding_gives_zeros_of_the_embeddings_shape_and_dtype() -> None:
-    stand_in = EmbeddingStandIn(
-        nn.Embedding(7, 4), width=4, dtype=torch.bfloat16, device=torch.device("cpu")
-    )
+    stand_in = EmbeddingStandIn(nn.Embedding(7, 4), width=4, dtype=torch.bfloat16, device=torch.device("cpu"))
 
     embedded = stand_in(torch.ones(2, 3, dtype=torch.long))
 
@@ -140,7 +140,9 @@ def test_embedding_keeps_device_and_dtype_of_its_weight_after_the_weight_is_rele
 
 
 def test_dropped_module_refuses_to_run() -> None:
-    with pytest.raises(StageInputError, match="Block belongs to the last stage but was called on an earlier one"):
+    with pytest.raises(
+        StageInputError, match="Block belongs to the last stage but was called on an earlier one"
+    ):
         Dropped(Block())(HIDDEN_BTD)
 
 

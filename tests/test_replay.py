@@ -1,0 +1,257 @@
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_hybridop.replay import LogRecorder, ReplayError, log_silenced, replay, share_metrics
+
+
+class Logging(LightningModule):
+    """Notes what `self.log` is called with, outside a Trainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[tuple[str, Any, dict[str, Any]]] = []
+        self.accuracy = MulticlassAccuracy(num_classes=2, average="micro")
+        self.metrics = MetricCollection({"mean": MeanMetric()})
+
+    def log(self, name: str, value: Any, **options: Any) -> None:  # type: ignore[override]
+        self.logged.append((name, value, options))
+
+
+def recorded(
+    module: LightningModule, calls: list[tuple[float, int, Callable[[], None]]]
+) -> list[dict[str, Any]]:
+    """Record one call per micro-batch of (weight, rows) and return the entries."""
+    recorder = LogRecorder()
+    for weight, rows, call in calls:
+        with recorder.recording(module, weight=weight, rows=rows):
+            call()
+    return recorder.entries(module)
+
+
+def of_values(weights_and_values: list[tuple[float, Any]], **options: Any) -> dict[str, Any]:
+    module = Logging()
+    (entry,) = recorded(
+        module,
+        [(w, 2, lambda value=value: module.log("key", value, **options)) for w, value in weights_and_values],
+    )
+    assert module.logged == []
+    return entry
+
+
+def test_means_are_weighted_as_the_loss_is() -> None:
+    entry = of_values([(0.25, torch.tensor(4.0)), (0.75, torch.tensor(8.0))], prog_bar=True)
+
+    assert entry == {"name": "key", "value": 7.0, "options": {"prog_bar": True, "batch_size": 4}}
+
+
+@pytest.mark.parametrize(("reduce_fx", "expected"), [("min", 1.0), ("max", 5.0), ("sum", 9.0), ("mean", 2.2)])
+@pytest.mark.parametrize("as_function", [False, True])
+def test_reductions(reduce_fx: str, expected: float, as_function: bool) -> None:
+    function = getattr(torch, reduce_fx) if as_function else reduce_fx
+
+    entry = of_values([(0.2, 3.0), (0.6, 1.0), (0.2, 5.0)], reduce_fx=function)
+
+    assert entry["value"] == pytest.approx(expected)
+    assert entry["options"]["reduce_fx"] == reduce_fx
+
+
+def test_micro_batch_of_weight_0_takes_no_part_in_the_mean() -> None:
+    assert of_values([(0.0, math.nan), (1.0, 2.0)])["value"] == 2.0
+    assert of_values([(0.0, math.nan)])["value"] == 0.0
+
+
+@pytest.mark.parametrize("value", [1, 1.0, True, torch.tensor(1), torch.tensor([1.0], requires_grad=True)])
+def test_everything_that_is_a_number_can_be_logged(value: Any) -> None:
+    assert of_values([(1.0, value)])["value"] == 1.0
+
+
+def test_calls_merge_by_name_and_keep_their_order_and_options() -> None:
+    module = Logging()
+
+    def call(offset: float) -> Callable[[], None]:
+        def log() -> None:
+            module.log("loss", 1.0 + offset, on_epoch=True)
+            module.log("norm", 2.0 + offset, batch_size=10, logger=False)
+
+        return log
+
+    entries = recorded(module, [(0.5, 3, call(0.0)), (0.5, 2, call(1.0))])
+
+    assert entries == [
+        {"name": "loss", "value": 1.5, "options": {"on_epoch": True, "batch_size": 5}},
+        {"name": "norm", "value": 2.5, "options": {"logger": False, "batch_size": 20}},
+    ]
+    assert json.loads(json.dumps(entries)) == entries
+
+
+def test_log_dict_is_recorded_key_by_key() -> None:
+    module = Logging()
+
+    entries = recorded(
+        module, [(1.0, 3, lambda: module.log_dict({"a": 1.0, "b": torch.tensor(2.0)}, on_step=True))]
+    )
+
+    assert [(entry["name"], entry["value"]) for entry in entries] == [("a", 1.0), ("b", 2.0)]
+    assert all(entry["options"]["on_step"] is True for entry in entries)
+
+
+def test_log_is_the_modules_own_again_afterwards() -> None:
+    module = Logging()
+    recorder = LogRecorder()
+    with pytest.raises(ArithmeticError), recorder.recording(module, weight=1.0, rows=1):
+        raise ArithmeticError
+
+    module.log("after", 1.0)
+
+    assert module.logged == [("after", 1.0, {})]
+    assert recorder.entries(module) == []
+
+
+def test_silenced_calls_leave_nothing() -> None:
+    module = Logging()
+    recorder = LogRecorder()
+
+    with recorder.recording(module, weight=1.0, rows=1):
+        module.log("base", 1.0)
+    with log_silenced(module):
+        module.log("perturbed", 2.0)
+        module.log_dict({"exit": 3.0})
+    module.log("after", 4.0)
+
+    assert [entry["name"] for entry in recorder.entries(module)] == ["base"]
+    assert [name for name, _, _ in module.logged] == ["after"]
+
+
+# torchmetrics objects.
+
+
+def test_metrics_are_recorded_by_the_name_of_their_attribute() -> None:
+    module = Logging()
+
+    def step(predicted: list[int]) -> Callable[[], None]:
+        def log() -> None:
+            module.accuracy(torch.tensor(predicted), torch.zeros(len(predicted), dtype=torch.long))
+            module.log("accuracy", module.accuracy, on_epoch=True, metric_attribute="accuracy")
+
+        return log
+
+    (entry,) = recorded(module, [(0.5, 2, step([0, 0])), (0.5, 2, step([1, 0]))])
+
+    assert entry["metric"] == "accuracy"
+    assert entry["step_value"] == 0.5  # that of the last micro-batch
+    assert entry["options"] == {"on_epoch": True, "batch_size": 4}
+    assert module.accuracy.compute() == 0.75
+    assert json.loads(json.dumps(entry)) == entry
+
+
+def test_metric_inside_a_collection_is_found() -> None:
+    module = Logging()
+    module.metrics.update(torch.tensor(3.0))
+
+    (entry,) = recorded(module, [(1.0, 1, lambda: module.log("mean", module.metrics["mean"]))])
+
+    assert module.get_submodule(entry["metric"]) is module.metrics["mean"]
+    assert entry["step_value"] is None
+
+
+def test_metric_that_other_ranks_cannot_find_is_refused() -> None:
+    module, lost = Logging(), MeanMetric()
+    lost.update(1.0)
+
+    with pytest.raises(
+        ReplayError, match=r"self\.log\('mean', \.\.\.\) got a MeanMetric that is no attribute"
+    ):
+        recorded(module, [(1.0, 1, lambda: module.log("mean", lost))])
+
+
+# Replaying.
+
+
+def test_numbers_are_replayed_with_their_options() -> None:
+    module = Logging()
+    entries = [{"name": "loss", "value": 1.5, "options": {"on_epoch": True, "batch_size": 4}}]
+
+    replay(module, entries, owns_metrics=False)
+
+    ((name, value, options),) = module.logged
+    assert name == "loss"
+    assert isinstance(value, Tensor)
+    assert value == 1.5
+    assert options.items() >= {"on_epoch": True, "batch_size": 4}.items()
+
+
+def test_metrics_are_replayed_with_the_owners_step_value() -> None:
+    module = Logging()
+    entries = [{"name": "accuracy", "metric": "accuracy", "step_value": 0.25, "options": {"on_step": True}}]
+
+    replay(module, entries, owns_metrics=False)
+
+    assert module.logged == [("accuracy", module.accuracy, {"on_step": True})]
+    assert module.accuracy._forward_cache == 0.25
+    assert module.accuracy.update_called  # or compute() would warn that nothing was ever counted
+
+
+def test_owner_keeps_what_its_metric_holds() -> None:
+    module = Logging()
+    module.accuracy(torch.tensor([0, 1]), torch.tensor([0, 0]))
+    entries = [{"name": "accuracy", "metric": "accuracy", "step_value": 0.0, "options": {}}]
+
+    replay(module, entries, owns_metrics=True)
+
+    assert module.accuracy._forward_cache == 0.5
+    assert module.accuracy.compute() == 0.5
+
+
+def test_metrics_compute_the_owners_value_on_every_rank() -> None:
+    sent: list[Any] = []
+
+    def collect(value: Any) -> Any:
+        sent.append(value)
+        return value
+
+    owner, other = Logging(), Logging()
+    share_metrics(owner, owner=True, inside_step=lambda: False, broadcast=collect)
+    share_metrics(other, owner=False, inside_step=lambda: False, broadcast=lambda value: sent[-1])
+    owner.accuracy.update(torch.tensor([0, 1, 0, 0]), torch.zeros(4, dtype=torch.long))
+    other.accuracy._update_count = 1
+
+    assert owner.accuracy.compute() == 0.75
+    assert other.accuracy.compute() == 0.75
+    assert len(sent) == 1
+
+
+def test_nothing_is_exchanged_inside_a_step() -> None:
+    module = Logging()
+
+    def refuse(_: Any) -> Any:
+        raise AssertionError("exchanged inside a step")
+
+    share_metrics(module, owner=True, inside_step=lambda: True, broadcast=refuse)
+
+    assert module.accuracy(torch.tensor([0, 1]), torch.tensor([0, 0])) == 0.5
+    assert module.accuracy.compute() == 0.5
+
+
+def test_sharing_twice_exchanges_once() -> None:
+    module = Logging()
+    sent: list[Any] = []
+
+    def collect(value: Any) -> Any:
+        sent.append(value)
+        return value
+
+    for _ in range(2):
+        share_metrics(module, owner=True, inside_step=lambda: False, broadcast=collect)
+    module.accuracy.update(torch.tensor([0]), torch.tensor([0]))
+    module.accuracy.compute()
+
+    assert len(sent) == 1
