@@ -137,10 +137,10 @@ def _shared_compute(
 
 
 def _merge(numbers: Sequence[tuple[float, float]], reduce_fx: str) -> float:
-    if reduce_fx in _REDUCTIONS:
-        return _REDUCTIONS[reduce_fx]([value for _, value in numbers])
-    # A micro-batch of weight 0 has no loss of its own (0/0), so it takes no part in the mean.
+    # A micro-batch of weight 0 has no loss of its own (0/0), so it takes no part.
     weighed = [(weight, value) for weight, value in numbers if weight > 0.0]
+    if reduce_fx in _REDUCTIONS and weighed:
+        return _REDUCTIONS[reduce_fx]([value for _, value in weighed])
     total = math.fsum(weight for weight, _ in weighed)
     return math.fsum(weight * value for weight, value in weighed) / total if total > 0.0 else 0.0
 

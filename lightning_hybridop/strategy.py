@@ -1,6 +1,7 @@
 """HybridOPStrategy: Lightning's hooks over the pipeline (DESIGN idea C and section 4)."""
 
 import os
+import signal
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -53,7 +54,7 @@ from lightning_hybridop.pipeline.ownership import (
 from lightning_hybridop.pipeline.stage import StageModel
 from lightning_hybridop.pipeline.stand_ins import StandIn
 from lightning_hybridop.pipeline.transport import Channel
-from lightning_hybridop.planning.plan import Plan, Role, Stage, even_plan, load_plan
+from lightning_hybridop.planning.plan import Plan, Role, Stage, even_plan, load_plan, named_blocks
 from lightning_hybridop.replay import LogRecorder, log_silenced, replay, share_metrics
 from lightning_hybridop.sampling import seed_samplers
 from lightning_hybridop.schedules.forward_only import forward_only
@@ -238,6 +239,12 @@ class HybridOPStrategy(ParallelStrategy):
             )
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        """End the processes that this one started, which would otherwise wait for it until their timeout."""
+        if self._launcher is not None:
+            self._launcher.kill(signal.SIGTERM)
+
+    @override
     def setup_environment(self) -> None:
         assert self.accelerator is not None and self.cluster_environment is not None
         self.set_world_ranks()
@@ -352,9 +359,14 @@ class HybridOPStrategy(ParallelStrategy):
             plan = self._given_plan
             self._rank_of_stage = list(range(len(plan.stages)))
             if plan.blocks != anatomy.blocks:
+                missing = (
+                    f", so {named_blocks(plan.blocks, anatomy.blocks)} in no stage"
+                    if plan.blocks < anatomy.blocks
+                    else ""
+                )
                 raise CutError(
-                    f"The plan is for {plan.blocks} blocks, but {anatomy.blocks_name} has "
-                    f"{anatomy.blocks}; edit `blocks` and the stages of the plan."
+                    f"The plan is for {plan.blocks} blocks, but {anatomy.blocks_name} has {anatomy.blocks}{missing}; "
+                    "edit `blocks` and the stages of the plan."
                 )
             if len(plan.stages) != self.world_size:
                 raise CutError(

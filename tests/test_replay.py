@@ -64,9 +64,11 @@ def test_reductions(reduce_fx: str, expected: float, as_function: bool) -> None:
     assert entry["options"]["reduce_fx"] == reduce_fx
 
 
-def test_micro_batch_of_weight_0_takes_no_part_in_the_mean() -> None:
-    assert of_values([(0.0, math.nan), (1.0, 2.0)])["value"] == 2.0
-    assert of_values([(0.0, math.nan)])["value"] == 0.0
+@pytest.mark.parametrize(("reduce_fx", "expected"), [("min", 1.0), ("max", 5.0), ("sum", 6.0), ("mean", 3.0)])
+def test_micro_batch_of_weight_0_takes_no_part(reduce_fx: str, expected: float) -> None:
+    entry = of_values([(0.5, 1.0), (0.0, math.nan), (0.5, 5.0)], reduce_fx=reduce_fx)
+
+    assert entry["value"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("value", [1, 1.0, True, torch.tensor(1), torch.tensor([1.0], requires_grad=True)])

@@ -1,5 +1,6 @@
 """Mini-batches as rows: slicing into micro-batches, their weights, the shape of their hidden states."""
 
+import copy
 import dataclasses
 import zlib
 from collections.abc import Iterator, Mapping
@@ -44,8 +45,9 @@ def take_rows(batch: Any, rows: int, start: int, stop: int) -> Any:
     if isinstance(batch, Tensor):
         return batch[start:stop] if batch.ndim > 0 and batch.shape[0] == rows else batch
     if isinstance(batch, Mapping):
-        sliced = {key: take_rows(value, rows, start, stop) for key, value in batch.items()}
-        return type(batch)(sliced)  # type: ignore[call-arg]  # dict, BatchEncoding and the like take a mapping
+        sliced: Any = copy.copy(batch)  # keeps what is more than a dict: BatchEncoding, defaultdict
+        sliced.update({key: take_rows(value, rows, start, stop) for key, value in batch.items()})
+        return sliced
     if isinstance(batch, (list, tuple)):
         if len(batch) == rows and not any(True for _ in tensors(batch)):
             return batch[start:stop]

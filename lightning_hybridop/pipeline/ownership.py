@@ -42,8 +42,8 @@ def synchronise(owned: Sequence[Mapping[str, nn.Parameter]], rank_of_stage: Sequ
         for dtype in sorted({parameter.dtype for parameter in parameters.values()}, key=str):
             group = [parameter for parameter in parameters.values() if parameter.dtype == dtype]
             flat = torch.cat([parameter.detach().reshape(-1).cpu() for parameter in group])
-            wire = flat.view(torch.int16) if flat.element_size() == 2 else flat
-            dist.broadcast(wire, rank_of_stage[stage])
+            # As bytes: Gloo's collectives know neither bfloat16 nor int16.
+            dist.broadcast(flat.view(torch.uint8), rank_of_stage[stage])
             offset = 0
             for parameter in group:
                 part = flat[offset : offset + parameter.numel()].view_as(parameter)

@@ -246,24 +246,25 @@ def _check_cover(blocks: int, stages: tuple[Stage, ...]) -> None:
     for index, stage in enumerate(stages):
         if stage.first > expected:
             raise PlanError(
-                f"stages[{index}].first: {_named(expected, stage.first)} in no stage; start at {expected}."
+                f"stages[{index}].first: {named_blocks(expected, stage.first)} in no stage; start at {expected}."
             )
         if stage.first < expected:
             raise PlanError(
-                f"stages[{index}].first: {_named(stage.first, min(expected, stage.last))} in two stages; start at "
+                f"stages[{index}].first: {named_blocks(stage.first, min(expected, stage.last))} in two stages; start at "
                 f"{expected}."
             )
         expected = stage.last
     last = len(stages) - 1
     if expected < blocks:
         raise PlanError(
-            f"stages[{last}].last: {_named(expected, blocks)} in no stage; the model has {blocks} blocks."
+            f"stages[{last}].last: {named_blocks(expected, blocks)} in no stage; the model has {blocks} blocks."
         )
     if expected > blocks:
         raise PlanError(f"stages[{last}].last: found {expected}, but the model has only {blocks} blocks.")
 
 
-def _named(first: int, last: int) -> str:
+def named_blocks(first: int, last: int) -> str:
+    """Return "block 3 is" or "blocks 3 to 5 are" for the blocks `[first, last)`."""
     return f"block {first} is" if last - first == 1 else f"blocks {first} to {last - 1} are"
 
 

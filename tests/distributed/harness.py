@@ -38,7 +38,8 @@ def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, timeout
     processes = [
         _CONTEXT.Process(
             # Not daemons: the loaders of some tests have workers, which daemons may not start.
-            target=_run_rank, args=(answers, rank, ranks, port, function, arguments)
+            target=_run_rank,
+            args=(answers, rank, ranks, port, function, arguments),
         )
         for rank in range(ranks)
     ]

@@ -4,6 +4,7 @@ The formulas are written out here on their own; of the package only `direction` 
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,9 @@ def label_shares(micro_batches: Sequence[Batch]) -> list[float]:
 
 
 @torch.no_grad()
-def moved_loss(module: TinyModule, names: Sequence[str], rows: Batch, key: DirectionKey, scale: float) -> float:
+def moved_loss(
+    module: TinyModule, names: Sequence[str], rows: Batch, key: DirectionKey, scale: float
+) -> float:
     """Return the loss at `theta + scale * z`."""
     parameters = dict(module.named_parameters())
     before = {name: parameters[name].clone() for name in names}
@@ -51,8 +54,15 @@ def loss(module: TinyModule, rows: Batch) -> float:
     return float(module.model(**rows).loss)
 
 
-def without_later_blocks(module: TinyModule, blocks: int) -> TinyModule:
+@cache
+def unsplit() -> TinyModule:
+    return TinyModule()
+
+
+@cache
+def without_later_blocks(blocks: int) -> TinyModule:
     """Return the model of an early exit: the blocks behind the first `blocks` are taken out."""
+    module = TinyModule()
     decoder = module.model.get_base_model().model
     assert isinstance(decoder.layers, nn.ModuleList)
     decoder.layers = decoder.layers[:blocks]
@@ -77,7 +87,7 @@ def estimated(
 
     `1 / (Q + Q') sum_q sum_m w_m g_(m, q) z_(m, q)`; exit query q' uses the direction of number Q + q'.
     """
-    full, early = TinyModule(), without_later_blocks(TinyModule(), zo_blocks.stop)
+    full, early = unsplit(), without_later_blocks(zo_blocks.stop)
     trainable = [name for name, p in full.named_parameters() if p.requires_grad]
     names = [name for name in trainable if block_of(name) in zo_blocks]
     micro_batches = sliced(batch, sizes)

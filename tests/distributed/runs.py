@@ -55,7 +55,10 @@ class Watch(Callback):
         self.clipped: list[Gradients] = []
 
     def on_before_optimizer_step(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, optimizer: torch.optim.Optimizer
+        self,
+        trainer: lightning.Trainer,
+        pl_module: lightning.LightningModule,
+        optimizer: torch.optim.Optimizer,
     ) -> None:
         self.gradients.append(_gradients(pl_module))
 
@@ -142,7 +145,11 @@ def assert_gradients_close(found: Gradients, expected: Gradients, tolerance: flo
     assert found.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(
-            found[name], expected[name], atol=tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            found[name],
+            expected[name],
+            atol=tolerance,
+            rtol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 

@@ -1,96 +1,191 @@
-"""The ways in which a script's processes are started: by the strategy itself, and by torchrun."""
+"""A script with a Trainer starts its peers itself, runs under torchrun, and leaves no process behind."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from tests.distributed.harness import free_port
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
-REPOSITORY = Path(__file__).parents[2]
-SCRIPT = """
-import sys
-import lightning
-from lightning_hybridop import HybridOPStrategy
-from tests.tiny import TinyModule, loader
+ROOT = Path(__file__).parents[2]
+SECONDS = 200
 
-module = TinyModule()
-trainer = lightning.Trainer(
-    strategy={strategy},
-    accelerator="cpu",
-    {options}
-    max_steps=2,
-    logger=False,
-    enable_checkpointing=False,
-    enable_progress_bar=False,
-    enable_model_summary=False,
-)
-trainer.fit(module, loader(16))
-with open(sys.argv[1] + f"/rank_{{trainer.global_rank}}", "w") as file:
-    file.write(f"{{trainer.world_size}} {{trainer.global_step}} {{trainer.callback_metrics['train_loss']:.6f}}")
-{ending}
+# A model without Hugging Face, so that the processes start sooner.
+SCRIPT = """
+import json
+import os
+import sys
+from pathlib import Path
+
+import lightning
+import torch
+from torch import nn
+
+from lightning_hybridop import HybridOPStrategy
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, hidden):
+        return hidden + torch.tanh(self.inner(hidden))
+
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 8).requires_grad_(False)
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.head = nn.Linear(8, 11).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        if {crash} and self.global_rank == 1 and batch_idx == 1:
+            raise ArithmeticError("the second batch of rank 1")
+        (tokens,) = batch
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        loss = nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    tokens = torch.arange(88).view(8, 11) % 11
+    rows = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(tokens), batch_size=4, shuffle=True)
+    trainer = lightning.Trainer(
+        {strategy}, accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(Module(), rows)
+    strategy = trainer.strategy
+    answer = {{
+        "rank": trainer.global_rank,
+        "stages": [[stage.first, stage.last, stage.role] for stage in strategy.plan.stages],
+        "steps": trainer.global_step,
+        "loss": float(trainer.callback_metrics["loss"]),
+        "is_global_zero": trainer.is_global_zero,
+    }}
+    Path(__file__).with_name(f"rank{{trainer.global_rank}}.json").write_text(json.dumps(answer))
 """
 
 
-def run_script(
-    folder: Path, strategy: str, *, options: str = "", ending: str = "", torchrun: int | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run the script as a user would and wait until it and all its children are gone (its pipe is closed)."""
-    script = folder / "train.py"
-    script.write_text(SCRIPT.format(strategy=strategy, options=options, ending=ending))
-    ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
-    environment = {name: value for name, value in os.environ.items() if name not in ours}
-    environment |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    launcher = []
-    if torchrun is not None:
-        launcher = [
-            "-m",
-            "torch.distributed.run",
-            f"--nproc-per-node={torchrun}",
-            f"--master-port={free_port()}",
-        ]
-    # Waits for the end of the pipe, that is for every process that inherited it.
-    return subprocess.run(
-        [sys.executable, *launcher, str(script), str(folder)],
+def script(folder: Path, strategy: str, *, crash: bool = False) -> Path:
+    path = folder / "train.py"
+    path.write_text(SCRIPT.format(strategy=strategy, crash=crash), encoding="utf-8")
+    return path
+
+
+def launch(command: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a session of its own, and check that nothing of that session is left."""
+    about_runs = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in about_runs}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    process = subprocess.Popen(
+        command,
         env=environment,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=200,
-        check=False,
+        start_new_session=True,
     )
+    try:
+        out, err = process.communicate(timeout=SECONDS)
+    finally:
+        left = _of_session(process.pid)
+        for other in left:
+            other.kill()
+        psutil.wait_procs(left, timeout=5)
+    assert left == []
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def answers(folder: Path) -> list[str]:
-    return [path.read_text() for path in sorted(folder.glob("rank_*"))]
+def _of_session(session: int) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
 
 
-@pytest.mark.parametrize("torchrun", [None, 3], ids=["by itself", "torchrun"])
-def test_a_script_runs_on_all_stages(tmp_path: Path, torchrun: int | None) -> None:
-    done = run_script(tmp_path, "HybridOPStrategy(stages=3, zo_stages=1, seed=1)", torchrun=torchrun)
+def answers(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
 
-    assert done.returncode == 0, done.stdout
-    found = answers(tmp_path)
-    assert len(found) == 3
-    assert len(set(found)) == 1
-    assert found[0].startswith("3 2 ")
+
+def check(found: list[dict[str, Any]], roles: Sequence[str]) -> None:
+    assert [answer["rank"] for answer in found] == list(range(len(roles)))
+    assert [answer["is_global_zero"] for answer in found] == [True] + [False] * (len(roles) - 1)
+    for answer in found:
+        assert [role for *_, role in answer["stages"]] == list(roles)
+        assert answer["stages"] == found[0]["stages"]
+        assert answer["steps"] == 4
+        assert answer["loss"] == found[0]["loss"]
+
+
+STAGES = "strategy=HybridOPStrategy(stages=3, zo_stages=1)"
+
+
+def test_a_plain_script_starts_its_peers(tmp_path: Path) -> None:
+    result = launch([sys.executable, str(script(tmp_path, STAGES))])
+    assert result.returncode == 0, result.stderr
+    check(answers(tmp_path), ["zo", "bp", "bp"])
+
+
+def test_the_same_script_runs_under_torchrun(tmp_path: Path) -> None:
+    arguments = ["-m", "torch.distributed.run", "--nproc-per-node", "3", "--master-port", str(free_port())]
+    result = launch([sys.executable, *arguments, str(script(tmp_path, STAGES))])
+    assert result.returncode == 0, result.stderr
+    check(answers(tmp_path), ["zo", "bp", "bp"])
 
 
 def test_the_strategy_has_a_name(tmp_path: Path) -> None:
-    done = run_script(tmp_path, '"hybridop"', options="devices=2,")
+    result = launch([sys.executable, str(script(tmp_path, 'strategy="hybridop", devices=2'))])
+    assert result.returncode == 0, result.stderr
+    check(answers(tmp_path), ["bp", "bp"])
 
-    assert done.returncode == 0, done.stdout
-    assert [answer.split()[0] for answer in answers(tmp_path)] == ["2", "2"]
+
+def test_a_script_whose_peer_breaks_ends_with_an_error(tmp_path: Path) -> None:
+    result = launch([sys.executable, str(script(tmp_path, STAGES, crash=True))])
+    assert result.returncode not in (0, None)
+    assert "ArithmeticError: the second batch of rank 1" in result.stderr
+    assert answers(tmp_path) == []
 
 
-def test_a_failing_rank_ends_the_script(tmp_path: Path) -> None:
-    ending = "if trainer.global_rank == 1: raise RuntimeError('rank 1 gave up')"
-
-    done = run_script(tmp_path, "HybridOPStrategy(stages=3, seed=1)", ending=ending, torchrun=3)
-
-    assert done.returncode != 0
-    assert "rank 1 gave up" in done.stdout
+def test_a_script_whose_port_is_in_use_ends_with_one_sentence(tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        result = launch([sys.executable, str(script(tmp_path, STAGES))], MASTER_PORT=str(port))
+    assert result.returncode not in (0, None)
+    assert (
+        f"Port {port} on 127.0.0.1 is in use; set MASTER_PORT to a free port, or leave it unset."
+        in result.stderr
+    )

@@ -1,5 +1,5 @@
 import dataclasses
-from collections import UserDict
+from collections import UserDict, defaultdict
 from typing import Any, NamedTuple
 
 import pytest
@@ -269,3 +269,16 @@ def test_fingerprint_does_not_depend_on_memory_layout() -> None:
 def test_fingerprint_takes_scalars_and_empty_tensors() -> None:
     assert fingerprint({"scale": torch.tensor(2.0)}) != fingerprint({"scale": torch.tensor(3.0)})
     assert fingerprint(torch.empty(0, 3)) != fingerprint(torch.empty(0, 4))
+
+
+def test_a_mapping_keeps_its_type() -> None:
+    batch: defaultdict[str, torch.Tensor] = defaultdict(
+        lambda: torch.zeros(0), input_ids=torch.arange(6).view(3, 2)
+    )
+
+    first, second = split_rows(batch, 2)
+
+    assert type(first) is type(second) is defaultdict
+    assert first["input_ids"].tolist() == [[0, 1], [2, 3]]
+    assert second["input_ids"].tolist() == [[4, 5]]
+    assert len(batch["input_ids"]) == 3
