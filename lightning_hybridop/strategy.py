@@ -294,8 +294,7 @@ class HybridOPStrategy(ParallelStrategy):
             with self.whole_model():
                 # Every rank's optimizer lists all trainable parameters in the order of the unsplit model and steps
                 # those that have a gradient: its own. That keeps checkpoints independent of the split.
-                self.setup_optimizers(trainer)
-            self._refuse_optimizers()
+                self._setup_one_optimizer(trainer)
         self.setup_precision_plugin()
         self.precision_plugin.clip_grad_by_norm = self._clip_by_role_norm  # type: ignore[method-assign]
 
@@ -421,12 +420,17 @@ class HybridOPStrategy(ParallelStrategy):
                 "pass the module without torch.compile."
             )
 
-    def _refuse_optimizers(self) -> None:
-        if len(self.optimizers) > 1:
+    def _setup_one_optimizer(self, trainer: Trainer) -> None:
+        try:
+            self.setup_optimizers(trainer)
+        except RuntimeError as error:
+            if "multiple optimizers" not in str(error):
+                raise
+            # Lightning advises manual optimization here, which a pipeline refuses as well.
             raise ValueError(
-                f"configure_optimizers returned {len(self.optimizers)} optimizers, but a pipeline steps one; use one "
-                "optimizer with parameter groups."
-            )
+                "configure_optimizers returned several optimizers, but a pipeline steps one; use one optimizer with "
+                "parameter groups."
+            ) from error
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
             raise ValueError(
                 "LBFGS evaluates the loss several times per step, which a pipeline cannot; use Adam or SGD."
@@ -728,11 +732,15 @@ class HybridOPStrategy(ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if not self.pipelined:
-            super().load_model_state_dict(checkpoint, strict)
-            return
         assert self.lightning_module is not None
         state = checkpoint["state_dict"]
+        if not self.pipelined:
+            # A pipeline's checkpoint holds what was trained; the frozen rest is loaded already.
+            frozen = {name for name, p in self.lightning_module.named_parameters() if not p.requires_grad}
+            names = self.lightning_module.state_dict().keys()
+            complete = state.keys() <= names and names - state.keys() <= frozen
+            super().load_model_state_dict(checkpoint, strict and not complete)
+            return
         with self.whole_model():
             trainable = {n: p for n, p in self.lightning_module.named_parameters() if p.requires_grad}
             missing = sorted(trainable.keys() - state.keys())

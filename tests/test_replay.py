@@ -69,6 +69,7 @@ def test_micro_batch_of_weight_0_takes_no_part(reduce_fx: str, expected: float) 
     entry = of_values([(0.5, 1.0), (0.0, math.nan), (0.5, 5.0)], reduce_fx=reduce_fx)
 
     assert entry["value"] == pytest.approx(expected)
+    assert of_values([(0.0, math.nan)], reduce_fx="mean")["value"] == 0.0
 
 
 @pytest.mark.parametrize("value", [1, 1.0, True, torch.tensor(1), torch.tensor([1.0], requires_grad=True)])

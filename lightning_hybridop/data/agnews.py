@@ -6,28 +6,24 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning import LightningDataModule
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from lightning_hybridop.data.classification import (
+    ClassificationData,
     DataError,
-    EncodedText,
     LabelledText,
     balanced_subset,
-    classification_loader,
-    encode,
     shuffled,
 )
-from lightning_hybridop.modules.language_models import SMOLLM2, load_tokenizer
-from lightning_hybridop.modules.prompts import CLASSES, Prompt
+from lightning_hybridop.modules.language_models import SMOLLM2
+from lightning_hybridop.modules.prompts import CLASSES
 
 COLUMNS = ("class_index", "title", "description")
 
 _FILE_SUFFIXES = (".csv", ".tsv", ".txt")
 
 
-class AGNewsData(LightningDataModule):
+class AGNewsData(ClassificationData):
     """AG News as prompts with label words; validation, test and prediction use the same held-out rows.
 
     `train` and `test` are CSV files, with or without the header `class_index,title,description`, whose
@@ -54,59 +50,23 @@ class AGNewsData(LightningDataModule):
         num_workers: int = 0,
         seed: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(
+            tokenizer=tokenizer, batch_size=batch_size, max_length=max_length, num_workers=num_workers
+        )
         self.train = train
         self.test = test
-        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         self.train_rows = train_rows
         self.held_out_rows = held_out_rows
-        self.batch_size = batch_size
-        self.max_length = max_length
-        self.num_workers = num_workers
         self.seed = seed
-        self.prompt = Prompt()
-        self.train_set: list[EncodedText] = []
-        self.held_out_set: list[EncodedText] = []
 
-    def setup(self, stage: str) -> None:
-        """Read and encode both splits, once."""
-        if self.held_out_set:
-            return
+    def splits(self) -> tuple[list[LabelledText], list[LabelledText]]:
+        """Return shuffled training rows, without those of the test set, and held-out rows balanced over the classes."""
         test = shuffled(read_agnews(self.test, split="test"), seed=self.seed)
         held_out = (
             test if self.held_out_rows is None else balanced_subset(test, self.held_out_rows, classes=CLASSES)
         )
         train = without_texts_of(test, shuffled(read_agnews(self.train, split="train"), seed=self.seed))
-        self.train_set = self._encode(train[: self.train_rows])
-        self.held_out_set = self._encode(held_out)
-
-    def train_dataloader(self) -> DataLoader[EncodedText]:
-        """Return the shuffled training rows."""
-        return self._loader(self.train_set, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader[EncodedText]:
-        """Return the held-out rows."""
-        return self._loader(self.held_out_set)
-
-    def test_dataloader(self) -> DataLoader[EncodedText]:
-        """Return the held-out rows."""
-        return self._loader(self.held_out_set)
-
-    def predict_dataloader(self) -> DataLoader[EncodedText]:
-        """Return the held-out rows."""
-        return self._loader(self.held_out_set)
-
-    def _encode(self, rows: list[LabelledText]) -> list[EncodedText]:
-        return encode(rows, tokenizer=self.tokenizer, prompt=self.prompt, max_length=self.max_length)
-
-    def _loader(self, rows: list[EncodedText], *, shuffle: bool = False) -> DataLoader[EncodedText]:
-        return classification_loader(
-            rows,
-            tokenizer=self.tokenizer,
-            batch_size=self.batch_size,
-            shuffle=shuffle,
-            num_workers=self.num_workers,
-        )
+        return train[: self.train_rows], held_out
 
 
 def read_agnews(source: str | Path, *, split: str) -> list[LabelledText]:

@@ -1,14 +1,17 @@
 """From labelled texts to left-padded batches of a prompt and its label word, the same for every data set."""
 
 import random
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from lightning import LightningDataModule
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
+from lightning_hybridop.modules.language_models import load_tokenizer
 from lightning_hybridop.modules.prompts import IGNORED, Batch, Prompt
 
 
@@ -69,6 +72,70 @@ def collate(rows: Sequence[EncodedText], *, padding_token: int) -> Batch:
         attention_mask[index, -len(sequence) :] = 1
         labels[index, -len(row.answer) :] = torch.tensor(row.answer)
     return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+
+
+class ClassificationData(LightningDataModule):
+    """Encoded training and held-out rows of a labelled text data set; a data set says what its `splits` are.
+
+    `tokenizer` is a tokenizer or what `load_tokenizer` takes. Validation, test and prediction all use the held-out
+    rows. A last batch of fewer rows is kept.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: PreTrainedTokenizerBase | str,
+        batch_size: int,
+        max_length: int,
+        num_workers: int,
+    ) -> None:
+        super().__init__()
+        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        self.batch_size = batch_size
+        self.max_length = max_length
+        self.num_workers = num_workers
+        self.prompt = Prompt()
+        self.train_set: list[EncodedText] = []
+        self.held_out_set: list[EncodedText] = []
+
+    @abstractmethod
+    def splits(self) -> tuple[list[LabelledText], list[LabelledText]]:
+        """Return the training rows and the held-out rows."""
+
+    def setup(self, stage: str) -> None:
+        """Read and encode both splits, once."""
+        if self.held_out_set:
+            return
+        train, held_out = self.splits()
+        self.train_set, self.held_out_set = self._encode(train), self._encode(held_out)
+
+    def train_dataloader(self) -> DataLoader[EncodedText]:
+        """Return the shuffled training rows."""
+        return self._loader(self.train_set, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[EncodedText]:
+        """Return the held-out rows."""
+        return self._loader(self.held_out_set, shuffle=False)
+
+    def test_dataloader(self) -> DataLoader[EncodedText]:
+        """Return the held-out rows."""
+        return self._loader(self.held_out_set, shuffle=False)
+
+    def predict_dataloader(self) -> DataLoader[EncodedText]:
+        """Return the held-out rows."""
+        return self._loader(self.held_out_set, shuffle=False)
+
+    def _encode(self, rows: list[LabelledText]) -> list[EncodedText]:
+        return encode(rows, tokenizer=self.tokenizer, prompt=self.prompt, max_length=self.max_length)
+
+    def _loader(self, rows: list[EncodedText], *, shuffle: bool) -> DataLoader[EncodedText]:
+        return classification_loader(
+            rows,
+            tokenizer=self.tokenizer,
+            batch_size=self.batch_size,
+            shuffle=shuffle,
+            num_workers=self.num_workers,
+        )
 
 
 def classification_loader(

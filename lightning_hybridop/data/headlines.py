@@ -13,18 +13,14 @@ import random
 from collections.abc import Sequence
 from typing import TypeVar
 
-from lightning import LightningDataModule
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from lightning_hybridop.data.classification import (
-    EncodedText,
+    ClassificationData,
     LabelledText,
-    classification_loader,
-    encode,
 )
-from lightning_hybridop.modules.language_models import SMOLLM2, load_tokenizer
-from lightning_hybridop.modules.prompts import CLASSES, Prompt
+from lightning_hybridop.modules.language_models import SMOLLM2
+from lightning_hybridop.modules.prompts import CLASSES
 
 TRAIN_ROWS = 1600
 HELD_OUT_ROWS = 400
@@ -210,7 +206,7 @@ def _pick(draws: random.Random, items: Sequence[_Item]) -> _Item:
     return items[int(draws.random() * len(items))]
 
 
-class HeadlinesData(LightningDataModule):
+class HeadlinesData(ClassificationData):
     """Generated headlines as prompts with label words; validation, test and prediction use one held-out set.
 
     `train_rows` and `held_out_rows` say how many are generated, from `seed`; `tokenizer` is a tokenizer or
@@ -231,52 +227,13 @@ class HeadlinesData(LightningDataModule):
         num_workers: int = 0,
         seed: int = 0,
     ) -> None:
-        super().__init__()
-        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        super().__init__(
+            tokenizer=tokenizer, batch_size=batch_size, max_length=max_length, num_workers=num_workers
+        )
         self.train_rows = train_rows
         self.held_out_rows = held_out_rows
-        self.batch_size = batch_size
-        self.max_length = max_length
-        self.num_workers = num_workers
         self.seed = seed
-        self.prompt = Prompt()
-        self.train_set: list[EncodedText] = []
-        self.held_out_set: list[EncodedText] = []
 
-    def setup(self, stage: str) -> None:
-        """Generate and encode both splits, once."""
-        if self.held_out_set:
-            return
-        train, held_out = headlines(
-            train_rows=self.train_rows, held_out_rows=self.held_out_rows, seed=self.seed
-        )
-        self.train_set = self._encode(train)
-        self.held_out_set = self._encode(held_out)
-
-    def train_dataloader(self) -> DataLoader[EncodedText]:
-        """Return the shuffled training rows."""
-        return self._loader(self.train_set, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader[EncodedText]:
-        """Return the held-out rows."""
-        return self._loader(self.held_out_set)
-
-    def test_dataloader(self) -> DataLoader[EncodedText]:
-        """Return the held-out rows."""
-        return self._loader(self.held_out_set)
-
-    def predict_dataloader(self) -> DataLoader[EncodedText]:
-        """Return the held-out rows."""
-        return self._loader(self.held_out_set)
-
-    def _encode(self, rows: list[LabelledText]) -> list[EncodedText]:
-        return encode(rows, tokenizer=self.tokenizer, prompt=self.prompt, max_length=self.max_length)
-
-    def _loader(self, rows: list[EncodedText], *, shuffle: bool = False) -> DataLoader[EncodedText]:
-        return classification_loader(
-            rows,
-            tokenizer=self.tokenizer,
-            batch_size=self.batch_size,
-            shuffle=shuffle,
-            num_workers=self.num_workers,
-        )
+    def splits(self) -> tuple[list[LabelledText], list[LabelledText]]:
+        """Generate both splits."""
+        return headlines(train_rows=self.train_rows, held_out_rows=self.held_out_rows, seed=self.seed)

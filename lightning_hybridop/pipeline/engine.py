@@ -277,9 +277,13 @@ class Engine:
         devices = [] if self.device.type == "cpu" else [self.device]
         device_type = "cuda" if self.device.type == "cpu" else self.device.type
         with torch.random.fork_rng(devices=devices, device_type=device_type):
-            torch.manual_seed(
-                derive_seed("dropout", perturbation.seed, perturbation.step, action.micro_batch, self.stage)
+            seed = derive_seed(
+                "dropout", perturbation.seed, perturbation.step, action.micro_batch, self.stage
             )
+            # Not torch.manual_seed: it takes milliseconds, to note a stack trace for each kind of device there is.
+            torch.default_generator.manual_seed(seed)
+            if self.device.type != "cpu":
+                torch.get_device_module(self.device).manual_seed(seed)
             yield
 
     @contextmanager

@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[Callable[[], None], str]] = {
     "float16": (_float16, "pass precision='bf16-mixed' or '32-true'."),
     "two optimizers": (
         partial(fit_module, TwoOptimizers),
-        "configure_optimizers returned 2 optimizers, but a pipeline steps one",
+        "configure_optimizers returned several optimizers, but a pipeline steps one",
     ),
     "LBFGS": (partial(fit_module, SecondOrder), "LBFGS evaluates the loss several times per step"),
     "manual optimization": (

@@ -24,38 +24,38 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 # Parameters are put back exactly.
 
 STEPS = 300
-MANY_STEPS = partial(loader, 2 * STEPS, batch_size=2, length=4)
 STILL = partial(TinyModule, blocks=2, learning_rate=0.0)
+BFLOAT16_STAGE = Stage(first=0, last=1, role="zo", dtype="bfloat16")
 
 
 def _stand_still() -> list[tuple[list[str], int, int]]:
     """Return, for each kind of arithmetic: the parameters that changed, the steps, how many estimates were not 0."""
-    bfloat16_stage = Stage(first=0, last=1, role="zo", dtype="bfloat16")
-    jobs = [
-        ({"zo_stages": 1}, {}),
-        ({"zo_stages": 1}, {"precision": "bf16-true"}),
-        ({"plan": Plan(blocks=2, stages=(bfloat16_stage, Stage(first=1, last=2)), micro_batches=2)}, {}),
+    jobs: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+        (STEPS, {"zo_stages": 1, "micro_batches": 1}, {}),
+        (STEPS, {"zo_stages": 1, "micro_batches": 1}, {"precision": "bf16-true"}),
+        # Frozen weights in bfloat16, adapters in float32.
+        (30, {"plan": Plan(blocks=2, stages=(BFLOAT16_STAGE, Stage(first=1, last=2)), micro_batches=2)}, {}),
     ]
     found = []
-    for strategy, trainer in jobs:
-        run = fit(
-            Job(strategy={"micro_batches": 2, **strategy}, module=STILL, train=MANY_STEPS, trainer=trainer)
-        )
+    for steps, strategy, trainer in jobs:
+        train = partial(loader, 2 * steps, batch_size=2, length=4)
+        run = fit(Job(strategy=strategy, module=STILL, train=train, trainer=trainer))
         before = {name: p for name, p in STILL().named_parameters() if p.requires_grad}
         assert run.parameters.keys() == before.keys()
+        assert run.global_step == steps
         changed = [
             name for name, value in run.parameters.items() if not value.equal(before[name].to(value.dtype))
         ]
         estimated = sum(any(g != 0.0 for g in derivatives) for derivatives in run.derivatives)
-        found.append((changed, run.global_step, estimated))
+        found.append((changed, steps, estimated))
     return found
 
 
 def test_a_learning_rate_of_0_leaves_parameters_bitwise_equal() -> None:
-    for found in run_ranks(_stand_still, 2, timeout=220):
+    for found in run_ranks(_stand_still, 2):
         for changed, steps, estimated in found:
-            assert (changed, steps) == ([], STEPS)
-            assert estimated > 0.9 * STEPS  # so parameters have been away and came back
+            assert changed == []
+            assert estimated > 0.9 * steps  # so parameters have been away and came back
 
 
 # The z that perturbed is the z that is replayed.
