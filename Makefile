@@ -21,8 +21,11 @@ help:
 	@echo 'make format       rewrite the code in its style'
 	@echo 'make clean        remove $(VENV) and all that building, testing and running left here'
 
+# Each quickstart has a folder of its own; the last step measures the saved adapter again in plain peft.
+quickstart: RUN := outputs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 quickstart: $(VENV)/demo
-	$(BIN)/hybridop fit recipe=quickstart
+	$(BIN)/hybridop fit recipe=quickstart folder=$(RUN)
+	$(BIN)/python examples/load_adapter.py $(RUN)
 
 install: $(VENV)/demo
 

@@ -50,13 +50,6 @@ class Untrainable(TinyModule):
         self.requires_grad_(False)
 
 
-class CompiledBlock(TinyModule):
-    def __init__(self) -> None:
-        super().__init__()
-        layers = self.model.get_base_model().model.layers
-        layers[0] = torch.compile(layers[0])
-
-
 def _float16() -> None:
     # `precision="16-mixed"` itself becomes bfloat16 on a CPU, with a warning of Lightning's.
     trainer = trainer_for(HybridOPStrategy(), plugins=[MixedPrecision("16-mixed", "cpu")])
@@ -111,7 +104,6 @@ REFUSED: dict[str, tuple[Callable[[], None], str]] = {
         partial(fit_module, Untrainable),
         "The model has no trainable parameter; add a LoRA adapter or unfreeze something.",
     ),
-    "compiled": (partial(fit_module, CompiledBlock), "is compiled, and a compiled model cannot be cut"),
     "cut before": (_module_of_another_trainer, "build a new module for a new Trainer."),
     "ranks that read different batches": (
         _odd_rank,
@@ -137,6 +129,20 @@ def test_what_cannot_work_is_refused_on_every_rank() -> None:
         for name, (_, expected) in REFUSED.items():
             assert expected in messages[name], name
             assert "\n" not in messages[name]
+
+
+class CompiledBlock(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = self.model.get_base_model().model.layers
+        layers[0] = torch.compile(layers[0])
+
+
+def test_a_compiled_model_is_refused() -> None:
+    with pytest.raises(
+        RankError, match=r"layers.0 is compiled, and a compiled model cannot be cut into stages"
+    ):
+        run_ranks(partial(fit_module, CompiledBlock, zo_stages=1), 1)
 
 
 # What only one stage notices ends the others too. The strategy's timeout is longer than the test may take, so what
