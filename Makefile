@@ -25,7 +25,7 @@ help:
 quickstart: RUN := outputs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 quickstart: $(VENV)/demo
 	$(BIN)/hybridop fit recipe=quickstart folder=$(RUN)
-	$(BIN)/python examples/load_adapter.py $(RUN)
+	OMP_NUM_THREADS=1 $(BIN)/python examples/load_adapter.py $(RUN)
 
 install: $(VENV)/demo
 
