@@ -1,9 +1,10 @@
 """HybridOPStrategy: Lightning's hooks over the pipeline (DESIGN idea C and section 4)."""
 
+import math
 import os
 import signal
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -28,13 +29,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hybridop.accelerators import HybridOPAccelerator, default_role
+from lightning_hybridop.accelerators import HybridOPAccelerator
 from lightning_hybridop.accelerators.npu import load_npu
 from lightning_hybridop.estimation.estimators import DEFAULT_EPSILON, RESOLUTION, Difference, Directions
 from lightning_hybridop.module import HybridOPMixin
 from lightning_hybridop.pipeline.anatomy import Anatomy, CutError, read_anatomy
 from lightning_hybridop.pipeline.batches import (
     fingerprint,
+    join_rows,
     label_count,
     row_count,
     shares,
@@ -42,7 +44,13 @@ from lightning_hybridop.pipeline.batches import (
     token_shape,
 )
 from lightning_hybridop.pipeline.engine import Engine, Steps
-from lightning_hybridop.pipeline.exchange import broadcast_json, check_same_batch, clock_offset
+from lightning_hybridop.pipeline.exchange import (
+    broadcast_json,
+    check_same_batch,
+    clock_offset,
+    gather_numbers,
+)
+from lightning_hybridop.pipeline.gradients import clip_to_norm, scaled_learning_rates, square_of_norm
 from lightning_hybridop.pipeline.learning import EstimatorSettings, MiniBatchResult, train_mini_batch
 from lightning_hybridop.pipeline.ownership import (
     block_dtype,
@@ -54,7 +62,8 @@ from lightning_hybridop.pipeline.ownership import (
 from lightning_hybridop.pipeline.stage import StageModel
 from lightning_hybridop.pipeline.stand_ins import StandIn
 from lightning_hybridop.pipeline.transport import Channel
-from lightning_hybridop.planning.plan import Plan, Role, Stage, even_plan, load_plan, named_blocks
+from lightning_hybridop.placement import check_given_plan, place_evenly
+from lightning_hybridop.planning.plan import Plan, Role, Stage, load_plan
 from lightning_hybridop.replay import LogRecorder, log_silenced, replay, share_metrics
 from lightning_hybridop.sampling import seed_samplers
 from lightning_hybridop.schedules.forward_only import forward_only
@@ -304,7 +313,7 @@ class HybridOPStrategy(ParallelStrategy):
                 "This module has been cut by another HybridOPStrategy; build a new module for a new Trainer."
             )
         anatomy = read_anatomy(module, blocks_name=self._blocks)
-        plan = self._make_plan(anatomy)
+        plan = self._place(anatomy)
         stage = plan.stages[self.stage_index]
         self._plan = plan
         self._owned = owned_parameters(module, anatomy, tuple(stage.last for stage in plan.stages))
@@ -352,46 +361,17 @@ class HybridOPStrategy(ParallelStrategy):
             clock_offset=clock_offset(),
         )
 
-    def _make_plan(self, anatomy: Anatomy) -> Plan:
-        """Return the given plan, or an even one with roles by device; also decides which rank is which stage."""
+    def _place(self, anatomy: Anatomy) -> Plan:
+        """Return the plan, having decided which rank is which stage."""
+        self._rank_of_stage = list(range(self.world_size))
         if self._given_plan is not None:
-            plan = self._given_plan
-            self._rank_of_stage = list(range(len(plan.stages)))
-            if plan.blocks != anatomy.blocks:
-                missing = (
-                    f", so {named_blocks(plan.blocks, anatomy.blocks)} in no stage"
-                    if plan.blocks < anatomy.blocks
-                    else ""
-                )
-                raise CutError(
-                    f"The plan is for {plan.blocks} blocks, but {anatomy.blocks_name} has {anatomy.blocks}{missing}; "
-                    "edit `blocks` and the stages of the plan."
-                )
-            if len(plan.stages) != self.world_size:
-                raise CutError(
-                    f"The plan has {len(plan.stages)} stages, but {self.world_size} processes run; start one process "
-                    "per stage."
-                )
-            return plan
-        devices: list[str] = [str(self.compute_device)] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(devices, str(self.compute_device))
-        roles = [default_role(device) for device in devices]
-        if self._zo_stages is None:
-            # Forward-only devices stand at the head, whatever their ranks.
-            self._rank_of_stage = sorted(range(self.world_size), key=lambda rank: roles[rank] != "zo")
-            zo_stages = roles.count("zo")
-        else:
-            self._rank_of_stage = list(range(self.world_size))
-            zo_stages = self._zo_stages
-        plan = even_plan(
-            blocks=anatomy.blocks, stages=self.world_size, zo_stages=zo_stages, **self._plan_options
+            check_given_plan(self._given_plan, anatomy, ranks=self.world_size)
+            return self._given_plan
+        devices: list[str] = self._gather_in_stage_order(str(self.compute_device))
+        plan, self._rank_of_stage = place_evenly(
+            anatomy, devices=devices, zo_stages=self._zo_stages, options=self._plan_options
         )
-        placed = [
-            replace(stage, device=devices[rank])
-            for stage, rank in zip(plan.stages, self._rank_of_stage, strict=True)
-        ]
-        return replace(plan, stages=tuple(placed))
+        return plan
 
     def _gather_in_stage_order(self, value: Any) -> list[Any]:
         gathered: list[Any] = [value] * self.world_size
@@ -510,24 +490,8 @@ class HybridOPStrategy(ParallelStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        with self._role_learning_rate(optimizer):
+        with scaled_learning_rates(optimizer, self._learning_rate_scale()):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-
-    @contextmanager
-    def _role_learning_rate(self, optimizer: Optimizer) -> Iterator[None]:
-        """Scale the learning rates for this step alone: schedulers, monitors and checkpoints see the common ones."""
-        scale = self._learning_rate_scale()
-        if scale == 1.0:
-            yield
-            return
-        rates = [group["lr"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * scale
-        try:
-            yield
-        finally:
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
 
     def _learning_rate_scale(self) -> float:
         if not self.pipelined:
@@ -542,14 +506,13 @@ class HybridOPStrategy(ParallelStrategy):
         chosen = self._hooks.gradient_clip_val(self.role) if self._hooks else None
         limit = float(clip_val if chosen is None else chosen)
         gradients = [p.grad for p in self.precision_plugin.main_params(optimizer) if p.grad is not None]
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-        square = float(torch.stack(norms).square().sum()) if norms else 0.0
-        by_stage = self._gather_numbers([square])
-        roles = [stage.role for stage in self.plan.stages]
-        norm = sum(by_stage[index][0] for index, role in enumerate(roles) if role == self.role) ** 0.5
-        factor = min(1.0, limit / (norm + 1e-6))
-        for gradient in gradients:
-            gradient.mul_(factor)
+        squares = gather_numbers([square_of_norm(gradients)], self._rank_of_stage)
+        same_role = [
+            square
+            for (square,), stage in zip(squares, self.plan.stages, strict=True)
+            if stage.role == self.role
+        ]
+        clip_to_norm(gradients, limit=limit, norm=math.fsum(same_role) ** 0.5)
 
     def _estimator_settings(self) -> EstimatorSettings:
         dtypes = self._zo_dtypes or ["float32"]
@@ -581,7 +544,9 @@ class HybridOPStrategy(ParallelStrategy):
         if not self.pipelined:
             return super().predict_step(*args, **kwargs)
         outputs = self._evaluate("predict_step", self.precision_plugin.predict_step_context, *args)
-        return self.broadcast(joined(outputs) if self._is_last_stage else None, src=self._rank_of_stage[-1])
+        return self.broadcast(
+            join_rows(outputs) if self._is_last_stage else None, src=self._rank_of_stage[-1]
+        )
 
     def _evaluate(
         self, hook: str, context: Callable[[], AbstractContextManager[None]], batch: Any, *arguments: Any
@@ -668,7 +633,7 @@ class HybridOPStrategy(ParallelStrategy):
         if self._result is None:
             return ()
         times = [number for timed in self._result.timeline for number in (timed.start, timed.end)]
-        gathered = self._gather_numbers(times)
+        gathered = gather_numbers(times, self._rank_of_stage)
         return tuple(
             TimedAction(
                 stage=stage, action=action, start=gathered[stage][2 * i], end=gathered[stage][2 * i + 1]
@@ -676,18 +641,6 @@ class HybridOPStrategy(ParallelStrategy):
             for stage, actions in enumerate(self._result.actions)
             for i, action in enumerate(actions)
         )
-
-    def _gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return every stage's list of numbers, in stage order; lists may differ in length."""
-        if self.world_size == 1:
-            return [list(numbers)]
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(lengths, torch.tensor([len(numbers)]))
-        mine = torch.zeros(int(max(lengths)), dtype=torch.float64)
-        mine[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
-        gathered = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(gathered, mine)
-        return [gathered[rank][: int(lengths[rank])].tolist() for rank in self._rank_of_stage]
 
     # Checkpoints: one ordinary file with global names, whatever the split.
 
@@ -799,18 +752,3 @@ class HybridOPStrategy(ParallelStrategy):
         votes = torch.tensor([int(decision)])
         dist.all_reduce(votes)
         return bool(votes == self.world_size) if all else bool(votes)
-
-
-def joined(outputs: Sequence[Any]) -> Any:
-    """Join the micro-batches' outputs of a predict step: tensors by rows, mappings key by key, lists end to end.
-
-    What has no rows is returned as the list of the micro-batches' outputs.
-    """
-    first = outputs[0]
-    if isinstance(first, Tensor) and first.ndim > 0:
-        return torch.cat(list(outputs))
-    if isinstance(first, Mapping):
-        return {key: joined([output[key] for output in outputs]) for key in first}
-    if isinstance(first, list):
-        return [item for output in outputs for item in output]
-    return first if len(outputs) == 1 else list(outputs)

@@ -19,6 +19,7 @@ FLOORS = (
     ("estimation",),
     ("pipeline",),
     ("module", "replay", "sampling", "accelerators"),
+    ("placement",),
     ("strategy",),
     ("reporting",),
     ("modules", "data", "callbacks"),

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,21 @@ def split_rows(batch: Any, parts: int) -> list[Any]:
     sizes = [rows // parts + (index < rows % parts) for index in range(parts)]
     starts = [sum(sizes[:index]) for index in range(parts)]
     return [take_rows(batch, rows, start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def join_rows(outputs: Sequence[Any]) -> Any:
+    """Join the micro-batches' outputs of a predict step: tensors by rows, mappings key by key, lists end to end.
+
+    What has no rows is returned as the list of the micro-batches' outputs.
+    """
+    first = outputs[0]
+    if isinstance(first, Tensor) and first.ndim > 0:
+        return torch.cat(list(outputs))
+    if isinstance(first, Mapping):
+        return {key: join_rows([output[key] for output in outputs]) for key in first}
+    if isinstance(first, list):
+        return [item for output in outputs for item in output]
+    return first if len(outputs) == 1 else list(outputs)
 
 
 def label_count(batch: Any, *, shifted: bool) -> float:

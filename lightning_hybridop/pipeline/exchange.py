@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,17 @@ def broadcast_json(value: Any, *, source: int) -> Any:
     )
     dist.broadcast(payload, source)
     return json.loads(payload.numpy().tobytes())
+
+
+def gather_numbers(numbers: Sequence[float], ranks: Sequence[int]) -> list[list[float]]:
+    """Return the numbers of each rank in `ranks`, which must be all ranks in some order; lists may differ in length."""
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in ranks]
+    dist.all_gather(lengths, torch.tensor([len(numbers)]))
+    mine = torch.zeros(int(max(lengths)), dtype=torch.float64)
+    mine[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+    gathered = [torch.empty_like(mine) for _ in ranks]
+    dist.all_gather(gathered, mine)
+    return [gathered[rank][: int(lengths[rank])].tolist() for rank in ranks]
 
 
 def check_same_batch(checksum: int, *, stages_of_ranks: list[int]) -> None:
