@@ -250,8 +250,11 @@ class HybridOPStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """End the processes that this one started, which would otherwise wait for it until their timeout."""
-        if self._launcher is not None:
-            self._launcher.kill(signal.SIGTERM)
+        if isinstance(self._launcher, _SubprocessScriptLauncher):
+            # Not SIGTERM: Lightning defers that one to the end of a batch, which such a process never reaches.
+            self._launcher.kill(signal.SIGKILL)
+            for process in self._launcher.procs:
+                process.wait()
 
     @override
     def setup_environment(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightning_hybridop.pipeline.random_state import random_state_kept
 from lightning_hybridop.pipeline.stand_ins import StageBoundary
 
 
@@ -77,18 +78,21 @@ def read_anatomy(module: nn.Module, *, blocks_name: str | None = None) -> Anatom
         embedding_name = next((name for name, child in module.named_modules() if child is embedding), None)
     probe = _probe(language_model, block_list[0], siblings) if language_model is not None else None
     if probe is None:
-        behind = tuple(name for name, (_, registered_behind) in siblings.items() if registered_behind)
+        ran_before = frozenset(
+            name for name, (_, registered_behind) in siblings.items() if not registered_behind
+        )
         returns_tuple = "tuple" in str(inspect.signature(block_list[0].forward).return_annotation).lower()
         width = _first_embedding_width(module)
     else:
         ran_before, returned = probe
         returns_tuple = isinstance(returned, tuple)
         width = (returned[0] if isinstance(returned, tuple) else returned).shape[-1]
-        behind = tuple(
-            name
-            for name, (child, _) in siblings.items()
-            if name not in ran_before and any(True for _ in child.parameters())
-        )
+    # What holds no weights stays on every stage: dropping it would save nothing.
+    behind = tuple(
+        name
+        for name, (child, _) in siblings.items()
+        if name not in ran_before and any(True for _ in child.parameters())
+    )
     if embedding_name is not None:
         behind = tuple(name for name in behind if not f"{embedding_name}.".startswith(name + "."))
     return Anatomy(
@@ -152,9 +156,8 @@ def _probe(
             handles.append(descendant.register_forward_pre_hook(lambda *_, name=name: ran.add(name)))
     device = next(model.parameters()).device
     tokens_BT = torch.zeros(1, 2, dtype=torch.long, device=device)
-    devices = [device] if device.type not in ("cpu", "meta") else []
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        with torch.no_grad(), random_state_kept(device):
             model(input_ids=tokens_BT)
     except StageBoundary:
         return frozenset(ran), returned[0]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_hybridop.estimation.directions import derive_seed
 from lightning_hybridop.estimation.estimators import Directions, query_key
 from lightning_hybridop.estimation.perturbation import perturbed
+from lightning_hybridop.pipeline.random_state import random_state_kept
 from lightning_hybridop.pipeline.stage import StageModel
 from lightning_hybridop.pipeline.transport import Channel
 from lightning_hybridop.planning.plan import Plan
@@ -274,9 +275,7 @@ class Engine:
     @contextmanager
     def _dropout_of(self, action: Action, perturbation: Perturbation) -> Iterator[None]:
         """Give every forward of a micro-batch on this stage the same dropout masks, and leave the global state be."""
-        devices = [] if self.device.type == "cpu" else [self.device]
-        device_type = "cuda" if self.device.type == "cpu" else self.device.type
-        with torch.random.fork_rng(devices=devices, device_type=device_type):
+        with random_state_kept(self.device):
             seed = derive_seed(
                 "dropout", perturbation.seed, perturbation.step, action.micro_batch, self.stage
             )

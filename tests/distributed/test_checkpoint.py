@@ -177,6 +177,7 @@ class Measures(TinyModule):
         super().__init__()
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(4, average="micro")
         self.f1 = torchmetrics.classification.MulticlassF1Score(4, average="macro")
+        self.auroc = torchmetrics.classification.BinaryAUROC()  # keeps all values, not sums
         self.train_accuracy = torchmetrics.classification.MulticlassAccuracy(4, average="micro")
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -193,11 +194,17 @@ class Measures(TinyModule):
         self.f1.update(predicted, expected)
         self.log("val_accuracy", self.accuracy, on_epoch=True)
         self.log("val_f1", self.f1, on_epoch=True)
+        self.auroc.update(*scores(output.logits, batch))
+        self.log("val_auroc", self.auroc, on_epoch=True)
         self.log("val_loss", output.loss, batch_size=len(expected))
 
 
 def predictions(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return logits[:, -1].argmax(-1) % 4, batch["input_ids"][:, 0] % 4
+
+
+def scores(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return logits[:, -1, 0].sigmoid(), batch["input_ids"][:, 0] % 2
 
 
 def stops_early() -> list[EarlyStopping]:
@@ -217,7 +224,7 @@ def test_what_the_last_stage_logs_is_known_on_every_rank() -> None:
         )
         for zo_stages in (0, 1)
     ]
-    names = {"train_accuracy", "val_accuracy", "val_f1", "val_loss"}
+    names = {"train_accuracy", "val_accuracy", "val_auroc", "val_f1", "val_loss"}
     names |= {"train_loss", "train_loss_step", "train_loss_epoch", "double", "double_step", "double_epoch"}
     for runs in run_jobs(jobs, 3):
         assert runs[0].metrics.keys() == names
@@ -236,6 +243,7 @@ def test_what_the_last_stage_logs_is_known_on_every_rank() -> None:
                 predicted.append(first)
                 expected.append(second)
                 losses.append(float(output.loss) * len(first))
+                trained.auroc.update(*scores(output.logits, batch))
         metrics = runs[0].metrics
         assert metrics["val_loss"] == pytest.approx(sum(losses) / 20, abs=1e-6)
         assert metrics["val_accuracy"] == pytest.approx(
@@ -244,6 +252,7 @@ def test_what_the_last_stage_logs_is_known_on_every_rank() -> None:
         assert metrics["val_f1"] == pytest.approx(
             float(trained.f1(torch.cat(predicted), torch.cat(expected)))
         )
+        assert metrics["val_auroc"] == pytest.approx(float(trained.auroc.compute()))
         assert 0 < metrics["val_accuracy"] < 1
 
 

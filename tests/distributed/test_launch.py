@@ -116,10 +116,9 @@ def launch(command: Sequence[str], **variables: str) -> subprocess.CompletedProc
     try:
         out, err = process.communicate(timeout=SECONDS)
     finally:
-        left = _of_session(process.pid)
+        _, left = psutil.wait_procs(_of_session(process.pid), timeout=5)
         for other in left:
             other.kill()
-        psutil.wait_procs(left, timeout=5)
     assert left == []
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
