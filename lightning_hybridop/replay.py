@@ -1,4 +1,4 @@
-"""Replays on every rank what the last stage logs, so that callbacks and loggers agree (DESIGN section 4)."""
+"""Replays on every rank what the last stage logs, so that callbacks and loggers agree."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""HybridOPStrategy: Lightning's hooks over the pipeline (DESIGN idea C and section 4)."""
+"""HybridOPStrategy: Lightning's hooks over the pipeline."""
 
 import math
 import os

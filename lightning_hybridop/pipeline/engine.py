@@ -1,4 +1,4 @@
-"""Runs one stage's actions with real tensors: the second reader of a schedule (DESIGN idea B)."""
+"""Runs one stage's actions with real tensors: the second reader of a schedule."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

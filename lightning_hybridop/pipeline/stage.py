@@ -1,4 +1,4 @@
-"""One stage of the pipeline: the user's own model, cut by stand-ins (DESIGN idea A)."""
+"""One stage of the pipeline: the user's own model, cut by stand-ins."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

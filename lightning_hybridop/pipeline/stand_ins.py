@@ -1,4 +1,4 @@
-"""Parameterless modules that stand where a stage's model has been cut away (DESIGN idea A)."""
+"""Parameterless modules that stand where a stage's model has been cut away."""
 
 from typing import Any
 

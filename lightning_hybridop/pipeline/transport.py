@@ -1,4 +1,4 @@
-"""Point-to-point transport of hidden states and gradients over Gloo (DESIGN section 5)."""
+"""Point-to-point transport of hidden states and gradients over Gloo."""
 
 from dataclasses import dataclass
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""The architectures of DESIGN 2A, cut into three stages: what the split model computes is what the whole one does."""
+"""The supported architectures, cut into three stages: what the split model computes is what the whole one does."""
 
 from dataclasses import dataclass, field
 from typing import Any
