@@ -493,12 +493,12 @@ class HybridOPStrategy(ParallelStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
+        if not self.pipelined:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
         with scaled_learning_rates(optimizer, self._learning_rate_scale()):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _learning_rate_scale(self) -> float:
-        if not self.pipelined:
-            return 1.0
         chosen = self._hooks.learning_rate_scale(self.role) if self._hooks else None
         if chosen is not None:
             return chosen

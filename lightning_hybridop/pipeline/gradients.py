@@ -23,12 +23,17 @@ def clip_to_norm(gradients: Sequence[Tensor], *, limit: float, norm: float) -> N
 
 @contextmanager
 def scaled_learning_rates(optimizer: Optimizer, scale: float) -> Iterator[None]:
-    """Inside the block all learning rates are multiplied by `scale`; schedulers and checkpoints never see that."""
+    """Inside the block all learning rates are multiplied by `scale`; schedulers and checkpoints never see that.
+
+    A rate that a hook sets inside the block is meant to stay, and does.
+    """
     rates = [group["lr"] for group in optimizer.param_groups]
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate * scale
+    scaled = [rate * scale for rate in rates]
+    for group, rate in zip(optimizer.param_groups, scaled, strict=True):
+        group["lr"] = rate
     try:
         yield
     finally:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        for group, rate, temporary in zip(optimizer.param_groups, rates, scaled, strict=True):
+            if group["lr"] is temporary:
+                group["lr"] = rate
