@@ -1,19 +1,21 @@
 """The plan: which stage holds which blocks, in which role, with how many micro-batches and queries."""
 
 import dataclasses
-import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
+
+from lightning_hybridop.planning.fields import check_number, checked_fields
 
 Role = Literal["zo", "bp", "frozen"]
 ScheduleName = Literal["hybridop", "gpipe", "1f1b"]
 Difference = Literal["forward", "central"]
 ExitBaseline = Literal["exit", "full"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
+
+_FIGURES = ("predicted", "measured")
 
 _HEADER = """\
 # A stage runs the blocks `first` to `last` - 1 as zo (learns from perturbations), bp (back-propagates) or frozen
@@ -41,10 +43,20 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What a mini-batch of a plan takes, predicted or measured: seconds, Comu_ti of 1, and MiB of each stage."""
+
+    iteration_seconds: float
+    comu_ti: float
+    memory_mib: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A pipeline over a model of `blocks` transformer blocks.
 
-    `micro_batches` is M, `queries` Q and `exit_queries` Q' of the paper.
+    `micro_batches` is M, `queries` Q and `exit_queries` Q' of the paper. What was `predicted` and `measured` of a plan
+    is part of its file, not of what it is: plans that differ in nothing else are equal.
 
     Raises:
         PlanError: a field has a value that cannot run.
@@ -58,6 +70,8 @@ class Plan:
     schedule: ScheduleName = "hybridop"
     difference: Difference = "forward"
     exit_baseline: ExitBaseline = "exit"
+    predicted: Figures | None = field(default=None, compare=False)
+    measured: Figures | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         _check_integer("blocks", self.blocks, 1)
@@ -153,6 +167,7 @@ def save_plan(plan: Plan, path: str | Path) -> None:
     """Write a plan as YAML that a person can read and edit: one line per stage, defaults left out of stages."""
     values = plan_to_dict(plan)
     stages = values.pop("stages")
+    figures = {name: values.pop(name) for name in _FIGURES if name in values}
     lines = [
         _HEADER,
         *(yaml.safe_dump({name: value}, sort_keys=False).rstrip() for name, value in values.items()),
@@ -161,13 +176,22 @@ def save_plan(plan: Plan, path: str | Path) -> None:
     for stage in stages:
         inline = yaml.safe_dump(stage, default_flow_style=True, sort_keys=False, width=1000).strip()
         lines.append(f"- {inline}")
+    for name, value in figures.items():
+        lines.append(
+            yaml.safe_dump({name: value}, default_flow_style=None, sort_keys=False, width=1000).rstrip()
+        )
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """Return a plan as plain containers; `plan_from_dict` reads them back."""
     values = dataclasses.asdict(plan)
-    defaults = {field.name: field.default for field in dataclasses.fields(Stage)}
+    for name in _FIGURES:
+        if values[name] is None:
+            del values[name]
+        else:
+            values[name]["memory_mib"] = list(values[name]["memory_mib"])
+    defaults = {option.name: option.default for option in dataclasses.fields(Stage)}
     shown = ("first", "last", "role")
     values["stages"] = [
         {name: value for name, value in stage.items() if name in shown or value != defaults[name]}
@@ -182,30 +206,19 @@ def plan_from_dict(values: Any) -> Plan:
     Raises:
         PlanError: an unknown or missing field, or a value that cannot run.
     """
-    fields = _checked_fields("plan", values, Plan)
+    fields = checked_fields("plan", values, Plan, error=PlanError)
     stages = fields["stages"]
     if not isinstance(stages, (list, tuple)):
         raise PlanError(f"stages: found {type(stages).__name__}, expected a list with one entry per stage.")
     fields["stages"] = tuple(
-        Stage(**_checked_fields(f"stages[{index}]", stage, Stage)) for index, stage in enumerate(stages)
+        Stage(**checked_fields(f"stages[{index}]", stage, Stage, error=PlanError))
+        for index, stage in enumerate(stages)
     )
+    for name in _FIGURES:
+        if fields.get(name) is not None:
+            figures = checked_fields(name, fields[name], Figures, error=PlanError)
+            fields[name] = Figures(**{**figures, "memory_mib": tuple(figures["memory_mib"])})
     return Plan(**fields)
-
-
-def _checked_fields(where: str, values: Any, kind: type[Plan] | type[Stage]) -> dict[str, Any]:
-    """Return `values` as keyword arguments of `kind`, refusing unknown and missing names."""
-    if not isinstance(values, Mapping):
-        raise PlanError(f"{where}: found {type(values).__name__}, expected fields with values.")
-    known = [field.name for field in dataclasses.fields(kind)]
-    for name in values:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known fields: {', '.join(known)}."
-            raise PlanError(f"{where}.{name}: unknown field; {hint}")
-    for field in dataclasses.fields(kind):
-        if field.default is dataclasses.MISSING and field.name not in values:
-            raise PlanError(f"{where}.{field.name}: missing; it has no default, give it a value.")
-    return dict(values)
 
 
 def _check_integer(name: str, value: Any, least: int) -> None:
@@ -235,9 +248,7 @@ def _check_stage(index: int, stage: Any) -> None:
         raise PlanError(
             f"{where}.device: found {stage.device!r}, expected a name such as cpu, cuda:0 or npu."
         )
-    speed = stage.speed
-    if not isinstance(speed, (int, float)) or isinstance(speed, bool) or not 0 < speed < float("inf"):
-        raise PlanError(f"{where}.speed: found {speed!r}, expected a number above 0.")
+    check_number(f"{where}.speed", stage.speed, error=PlanError)
 
 
 def _check_cover(blocks: int, stages: tuple[Stage, ...]) -> None:

@@ -1,0 +1,207 @@
+"""The cluster: which devices there are, how fast and how large, and the links between them."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_hybridop.planning.fields import check_number, checked_fields
+
+BYTES_PER_GB = 1e9
+
+
+class ClusterError(ValueError):
+    """A cluster or device profile that cannot be planned for; the message names the field."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProfile:
+    """What is known of one kind of device, in one power mode; None where a figure is unknown.
+
+    Rates are dense TFLOP/s by dtype, memory in GB (1e9 bytes), its bandwidth in GB/s, power in W. `efficiency` is the
+    share of a rate that a model reaches: 1 for measured rates, an assumption for a vendor's peak. The head has
+    rates of its own where they were measured. A device without backward rates cannot back-propagate; one that is
+    `forward_only` could, but so slowly that HybridOP gives it the role zo. `sources` says where each figure is from.
+
+    Raises:
+        ClusterError: a figure is not a positive number.
+    """
+
+    name: str
+    title: str = ""
+    forward_only: bool = False
+    forward_tflops: Mapping[str, float] = field(default_factory=dict)
+    backward_tflops: Mapping[str, float] = field(default_factory=dict)
+    head_forward_tflops: Mapping[str, float] = field(default_factory=dict)
+    head_backward_tflops: Mapping[str, float] = field(default_factory=dict)
+    efficiency: float = 1.0
+    memory_gb: float | None = None
+    memory_bandwidth_gb_s: float | None = None
+    busy_w: float | None = None
+    idle_w: float | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("forward_tflops", "backward_tflops", "head_forward_tflops", "head_backward_tflops"):
+            rates = getattr(self, name)
+            if not isinstance(rates, Mapping):
+                raise ClusterError(
+                    f"{self.name}.{name}: found {rates!r}, expected a rate for each dtype, such as {{float16: 4}}."
+                )
+            for dtype, rate in rates.items():
+                check_number(f"{self.name}.{name}.{dtype}", rate, error=ClusterError)
+        check_number(f"{self.name}.efficiency", self.efficiency, error=ClusterError)
+        for name in ("memory_gb", "memory_bandwidth_gb_s", "busy_w", "idle_w"):
+            value = getattr(self, name)
+            if value is not None:
+                check_number(f"{self.name}.{name}", value, error=ClusterError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One device of a cluster: a name of its own and the profile of its kind."""
+
+    name: str
+    profile: DeviceProfile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What lies between two devices, in each direction.
+
+    Raises:
+        ClusterError: the bandwidth is not positive, or the latency negative.
+    """
+
+    bandwidth_mbit_s: float = 1000.0
+    latency_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_number("link.bandwidth_mbit_s", self.bandwidth_mbit_s, error=ClusterError)
+        check_number("link.latency_ms", self.latency_ms, error=ClusterError, above=False)
+
+    def seconds(self, size: float) -> float:
+        """Return how long `size` bytes keep the link busy, latency not included."""
+        return size * 8 / (self.bandwidth_mbit_s * 1e6)
+
+    @property
+    def latency(self) -> float:
+        """Latency in seconds."""
+        return self.latency_ms / 1e3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Devices and links.
+
+    `link` lies between any two devices that `links` (keyed by both names in alphabetical order) does not name.
+    `usable_memory` is the share of a device's memory that a process can have. An emulated cluster runs on other
+    machines, which sleep until an action has taken `time_scale` times as long as its profile says.
+
+    Raises:
+        ClusterError: no device, a name twice, a link to no device, or a figure out of range.
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    link: Link = field(default_factory=Link)
+    links: Mapping[tuple[str, str], Link] = field(default_factory=dict)
+    usable_memory: float = 1.0
+    emulate: bool = False
+    time_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise ClusterError("devices: found none, expected at least one; add a line with a profile.")
+        names = [device.name for device in self.devices]
+        for name in names:
+            if names.count(name) > 1:
+                raise ClusterError(f"devices: two are called {name}; give each a name of its own.")
+        for pair in self.links:
+            for name in pair:
+                if name not in names:
+                    raise ClusterError(
+                        f"links: there is no device {name}; the devices are {', '.join(names)}."
+                    )
+        check_number("usable_memory", self.usable_memory, error=ClusterError)
+        if self.usable_memory > 1:
+            raise ClusterError(f"usable_memory: found {self.usable_memory}, expected a share of at most 1.")
+        check_number("time_scale", self.time_scale, error=ClusterError)
+
+    def link_between(self, first: str, second: str) -> Link:
+        """Return the link between two devices, given by name in either order."""
+        return self.links.get((min(first, second), max(first, second)), self.link)
+
+    def only(self, names: tuple[str, ...]) -> "Cluster":
+        """Return this cluster with the named devices alone."""
+        return dataclasses.replace(
+            self,
+            devices=tuple(device for device in self.devices if device.name in names),
+            links={pair: link for pair, link in self.links.items() if set(pair) <= set(names)},
+        )
+
+
+def profile_from_dict(values: Any, *, where: str = "profile") -> DeviceProfile:
+    """Return the profile that plain containers describe; a `null` leaves a figure unknown.
+
+    Raises:
+        ClusterError: an unknown or missing field, or a figure out of range.
+    """
+    fields = checked_fields(where, values, DeviceProfile, error=ClusterError)
+    defaults = {f.name for f in dataclasses.fields(DeviceProfile) if f.default is None}
+    return DeviceProfile(
+        **{name: value for name, value in fields.items() if value is not None or name in defaults}
+    )
+
+
+def cluster_from_dict(values: Any, profiles: Mapping[str, DeviceProfile]) -> Cluster:
+    """Return the cluster that plain containers describe.
+
+    Each entry of `devices` names a profile of `profiles`, and may have a `count`, a `name` and figures of the profile
+    that it replaces. `efficiency` is that of all devices that do not say otherwise. Each entry of `links` has
+    `between` (two names), `bandwidth_mbit_s` and `latency_ms`.
+
+    Raises:
+        ClusterError: naming the field.
+    """
+    fields = checked_fields("cluster", values, Cluster, error=ClusterError, also=("efficiency",))
+    efficiency = fields.pop("efficiency", None)
+    entries = fields.pop("devices") or ()
+    if not isinstance(entries, (list, tuple)):
+        raise ClusterError(f"devices: found {type(entries).__name__}, expected a list of profiles.")
+    devices: list[Device] = []
+    for index, entry in enumerate(entries):
+        devices += _devices(f"devices[{index}]", entry, profiles, efficiency)
+    link = Link(**checked_fields("link", fields.pop("link", None) or {}, Link, error=ClusterError))
+    links = {}
+    for index, entry in enumerate(fields.pop("links", None) or ()):
+        where = f"links[{index}]"
+        given = checked_fields(where, entry, Link, error=ClusterError, also=("between",))
+        pair = given.pop("between", None)
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise ClusterError(f"{where}.between: found {pair!r}, expected the names of two devices.")
+        links[min(pair), max(pair)] = Link(**given)
+    return Cluster(devices=tuple(devices), link=link, links=links, **fields)
+
+
+def _devices(
+    where: str, entry: Any, profiles: Mapping[str, DeviceProfile], efficiency: float | None
+) -> list[Device]:
+    if not isinstance(entry, Mapping):
+        raise ClusterError(
+            f"{where}: found {entry!r}, expected fields with values, such as {{profile: jetson-orin-nx-16gb}}."
+        )
+    given = dict(entry)
+    name, count, label = given.pop("profile", None), given.pop("count", 1), given.pop("name", None)
+    if name not in profiles:
+        raise ClusterError(
+            f"{where}.profile: there is no profile {name!r}; choose from {', '.join(sorted(profiles))}."
+        )
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ClusterError(f"{where}.count: found {count!r}, expected a whole number of at least 1.")
+    known = {f.name: getattr(profiles[name], f.name) for f in dataclasses.fields(DeviceProfile)}
+    shared = {} if efficiency is None else {"efficiency": efficiency}
+    profile = profile_from_dict({**known, **shared, **given, "name": name}, where=where)
+    label = label or name
+    names = [label] if count == 1 and entry.get("name") else [f"{label}-{i}" for i in range(count)]
+    return [Device(name=each, profile=profile) for each in names]
