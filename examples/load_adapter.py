@@ -15,7 +15,7 @@ import torch
 from omegaconf import OmegaConf
 from peft import PeftModel
 
-from lightning_hybridop.commands.plans import factory
+from lightning_hybridop.commands.parts import factory
 from lightning_hybridop.modules.language_models import load_language_model
 from lightning_hybridop.modules.prompts import CLASSES
 

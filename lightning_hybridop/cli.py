@@ -5,14 +5,83 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from omegaconf import OmegaConf
 
+from lightning_hybridop.commands import help as texts
 from lightning_hybridop.commands.configuration import compose_runs, groups
 from lightning_hybridop.commands.failures import RunInterruptedError, sentence
 
-COMMANDS = {"fit": "fine-tune a language model over the stages of a plan"}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One command: what it is for, its help, the flags beside --help and --show, and what runs it.
+
+    `run` takes the overrides and the flags that were given. It imports what it needs itself, because --help can do
+    without torch.
+    """
+
+    purpose: str
+    help: str
+    run: Callable[[Sequence[str], frozenset[str]], None]
+    flags: Mapping[str, str]
+
+
+def _fit(overrides: Sequence[str], flags: frozenset[str]) -> None:
+    from lightning_hybridop.commands.fit import fit
+
+    fit(overrides, multirun="--multirun" in flags)
+
+
+def _plan(overrides: Sequence[str], flags: frozenset[str]) -> None:
+    from lightning_hybridop.commands.plan import plan
+
+    plan(overrides)
+
+
+def _simulate(overrides: Sequence[str], flags: frozenset[str]) -> None:
+    from lightning_hybridop.commands.simulate import simulate
+
+    simulate(overrides, html="--html" in flags)
+
+
+def _compare(overrides: Sequence[str], flags: frozenset[str]) -> None:
+    from lightning_hybridop.commands.compare import compare
+
+    compare(overrides)
+
+
+def _profile(overrides: Sequence[str], flags: frozenset[str]) -> None:
+    from lightning_hybridop.commands.profile import profile
+
+    profile(overrides)
+
+
+COMMANDS = {
+    "fit": Command(
+        purpose="fine-tune a language model over the stages of a plan",
+        help=texts.FIT,
+        run=_fit,
+        flags={"--multirun": "--multirun", "-m": "--multirun"},
+    ),
+    "plan": Command(
+        purpose="lay a model over the devices of a cluster", help=texts.PLAN, run=_plan, flags={}
+    ),
+    "simulate": Command(
+        purpose="run one mini-batch of a plan in simulated time",
+        help=texts.SIMULATE,
+        run=_simulate,
+        flags={"--html": "--html"},
+    ),
+    "compare": Command(
+        purpose="simulate every method on a cluster", help=texts.COMPARE, run=_compare, flags={}
+    ),
+    "profile": Command(
+        purpose="measure this machine for the planner", help=texts.PROFILE, run=_profile, flags={}
+    ),
+}
 
 HELP = """\
 usage: hybridop <command> [options]
@@ -25,55 +94,7 @@ commands:
 hybridop <command> --help tells more about each. Start with: hybridop fit recipe=quickstart
 """
 
-FIT_HELP = """\
-usage: hybridop fit [name=value ...] [--multirun] [--show]
-
-Fine-tunes a language model with LoRA over the stages of a plan, in local processes that it starts itself or in those
-of torchrun, and writes adapter/, checkpoints/, metrics.csv, plan.yaml, timeline.png, timeline.json, summary.json and
-config.yaml to one folder.
-
-choices of each group (name=choice):
-{groups}
-
-often used options (name=value; --show prints all):
-  strategy.queries=<Q>              perturbations per micro-batch on zo stages
-  strategy.exit_queries=<Q'>        further perturbations that leave at the last zo stage
-  strategy.micro_batches=<M>        slices of a mini-batch
-  strategy.epsilon=<size>           size of a perturbation
-  cluster.zo_role=frozen            zo stages only compute: what the others learn by themselves
-  plan=<file>                       a plan file in the place of cluster and the options above
-  model.learning_rate=<rate>        of Adam; strategy.zo_lr_scale multiplies it on zo stages
-  model.name=<hub id or folder>     another model, with model=hf
-  data.train=<file> data.test=<file>    CSV files of data=agnews
-  data.held_out_rows=<rows>         rows that accuracy and F1 are measured on
-  trainer.max_steps=<steps>         length of the run
-  folder=<folder>                   where everything is written; by default outputs/<date>/<time>-<recipe>
-  port=<port>                       on which the processes find each other; by default a free one
-  debug=true                        stack traces of errors
-
-flags:
-  --multirun, -m    one run for each combination of values given as name=a,b
-  --show            print the configuration and stop
-  --help, -h        this text
-
-examples:
-  hybridop fit recipe=quickstart
-  hybridop fit recipe=quickstart strategy.queries=4 trainer.max_steps=20
-  hybridop fit recipe=agnews_smollm2 cluster.zo_role=frozen
-  hybridop fit recipe=quickstart cluster=local_1bp
-  hybridop fit recipe=quickstart strategy.queries=1,4 --multirun
-  torchrun --nproc-per-node 4 -m lightning_hybridop fit recipe=quickstart
-
-The overrides are Hydra's: lists, groups (+group=choice), new keys (+key=value) and removals (~key) work as there.
-"""
-
-_FLAGS = {
-    "--multirun": "--multirun",
-    "-m": "--multirun",
-    "--show": "--show",
-    "--help": "--help",
-    "-h": "--help",
-}
+_FLAGS = {"--show": "--show", "--help": "--help", "-h": "--help"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,34 +104,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("--help", "-h"):
-        print(HELP.format(commands=_columns({name: (text,) for name, text in COMMANDS.items()})), end="")
+        purposes = {name: (command.purpose,) for name, command in COMMANDS.items()}
+        print(HELP.format(commands=_columns(purposes)), end="")
         return 0
-    command, *rest = given
-    if command not in COMMANDS:
-        nearest = difflib.get_close_matches(command, COMMANDS, n=1)
+    name, *rest = given
+    if name not in COMMANDS:
+        nearest = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {nearest[0]}?" if nearest else f"choose from: {', '.join(COMMANDS)}."
-        return _fail(f"There is no command {command}; {hint}")
-    return _fit(rest)
+        return _fail(f"There is no command {name}; {hint}")
+    return _run(name, COMMANDS[name], rest)
 
 
-def _fit(arguments: Sequence[str]) -> int:
-    flags = {_FLAGS.get(argument) for argument in arguments if argument in _FLAGS}
-    overrides = [argument for argument in arguments if argument not in _FLAGS]
+def _run(name: str, command: Command, arguments: Sequence[str]) -> int:
+    known = {**_FLAGS, **command.flags}
+    flags = frozenset(known[argument] for argument in arguments if argument in known)
+    overrides = [argument for argument in arguments if argument not in known]
     if "--help" in flags:
-        print(FIT_HELP.format(groups=_columns(groups())), end="")
+        print(command.help.format(groups=_columns(groups(name)), name=name), end="")
         return 0
     for override in overrides:
         if override.startswith("-"):
-            nearest = difflib.get_close_matches(override, _FLAGS, n=1)
+            nearest = difflib.get_close_matches(override, known, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else "options are written as name=value."
             return _fail(f"There is no flag {override}; {hint}")
     try:
         if "--show" in flags:
-            _show(overrides, multirun="--multirun" in flags)
+            _show(name, overrides, multirun="--multirun" in flags)
         else:
-            from lightning_hybridop.commands.fit import fit  # brings torch in, which --help can do without
-
-            fit(overrides, multirun="--multirun" in flags)
+            command.run(overrides, flags)
     except KeyboardInterrupt:
         return _fail("The run was interrupted.", code=128 + signal.SIGINT)
     except RunInterruptedError as error:
@@ -122,8 +143,8 @@ def _fit(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _show(overrides: Sequence[str], *, multirun: bool) -> None:
-    for run in compose_runs("fit", overrides, multirun=multirun):
+def _show(name: str, overrides: Sequence[str], *, multirun: bool) -> None:
+    for run in compose_runs(name, overrides, multirun=multirun):
         print(OmegaConf.to_yaml(run.config), end="")
 
 

@@ -29,8 +29,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hybridop.accelerators import HybridOPAccelerator
+from lightning_hybridop.accelerators import HybridOPAccelerator, default_role
 from lightning_hybridop.accelerators.npu import load_npu
+from lightning_hybridop.auto_plan import place_by_measuring
 from lightning_hybridop.estimation.estimators import DEFAULT_EPSILON, RESOLUTION, Difference, Directions
 from lightning_hybridop.module import HybridOPMixin
 from lightning_hybridop.pipeline.anatomy import Anatomy, CutError, read_anatomy
@@ -43,6 +44,7 @@ from lightning_hybridop.pipeline.batches import (
     split_rows,
     token_shape,
 )
+from lightning_hybridop.pipeline.emulation import Emulation, Pace, PacedChannel
 from lightning_hybridop.pipeline.engine import Engine, Steps
 from lightning_hybridop.pipeline.exchange import (
     broadcast_json,
@@ -52,6 +54,7 @@ from lightning_hybridop.pipeline.exchange import (
 )
 from lightning_hybridop.pipeline.gradients import clip_to_norm, scaled_learning_rates, square_of_norm
 from lightning_hybridop.pipeline.learning import EstimatorSettings, MiniBatchResult, train_mini_batch
+from lightning_hybridop.pipeline.measured import MiniBatchTimes
 from lightning_hybridop.pipeline.ownership import (
     block_dtype,
     frozen_dtype,
@@ -63,11 +66,14 @@ from lightning_hybridop.pipeline.stage import StageModel
 from lightning_hybridop.pipeline.stand_ins import StandIn
 from lightning_hybridop.pipeline.transport import Channel
 from lightning_hybridop.placement import check_given_plan, place_evenly
-from lightning_hybridop.planning.plan import Plan, Role, Stage, load_plan
+from lightning_hybridop.planning.plan import Plan, Role, Stage, load_plan, save_plan
 from lightning_hybridop.replay import LogRecorder, log_silenced, replay, share_metrics
 from lightning_hybridop.sampling import seed_samplers
 from lightning_hybridop.schedules.forward_only import forward_only
 from lightning_hybridop.schedules.timeline import TimedAction, Timeline
+
+AUTO = "auto"
+"""The plan that the processes make themselves."""
 
 
 class HybridOPStrategy(ParallelStrategy):
@@ -75,10 +81,11 @@ class HybridOPStrategy(ParallelStrategy):
 
     Args:
         plan: a `Plan` or the path of a plan's YAML file. Without one, the blocks are spread evenly over the
-            processes, and the options below fill in the rest.
+            processes, and the options below fill in the rest. With `"auto"` every process measures itself, and the
+            blocks are laid out by speed and memory; the plan is saved as `plan.yaml` in the Trainer's root folder.
         stages: number of stages of the even plan; default: the number of processes that the Trainer has.
         zo_stages: how many of them, from the head, are `zo`; default: those whose device cannot back-propagate.
-        micro_batches: M, the number of row-slices of a mini-batch.
+        micro_batches: M, the number of row-slices of a mini-batch; None lets `plan="auto"` choose.
         queries: Q, perturbed forwards per micro-batch.
         exit_queries: Q', early-exit forwards per micro-batch.
         schedule: `"hybridop"`, `"gpipe"` or `"1f1b"`.
@@ -90,6 +97,8 @@ class HybridOPStrategy(ParallelStrategy):
         seed: of directions, dropout and samplers; default: that of `seed_everything`, else 0.
         timeout: seconds after which a silent neighbour ends the run.
         blocks: name of the model's list of transformer blocks, if it is not its longest `nn.ModuleList`.
+        mini_batch: rows, and tokens of each, that `plan="auto"` plans for.
+        emulation: times that the stages of a given plan keep to, in the place of other devices.
 
     Raises:
         PlanError: the plan or an option is not valid.
@@ -102,7 +111,7 @@ class HybridOPStrategy(ParallelStrategy):
         *,
         stages: int | None = None,
         zo_stages: int | None = None,
-        micro_batches: int = 4,
+        micro_batches: int | None = 4,
         queries: int = 1,
         exit_queries: int = 0,
         schedule: str = "hybridop",
@@ -114,6 +123,8 @@ class HybridOPStrategy(ParallelStrategy):
         seed: int | None = None,
         timeout: float = 60.0,
         blocks: str | None = None,
+        mini_batch: tuple[int, int] = (8, 128),
+        emulation: Emulation | None = None,
         **parallel_arguments: Any,
     ) -> None:
         super().__init__(**parallel_arguments)
@@ -122,7 +133,10 @@ class HybridOPStrategy(ParallelStrategy):
                 raise ValueError(f"{name} is {value}, expected a number above 0.")
         if directions not in ("microbatch", "minibatch"):
             raise ValueError(f"directions is {directions!r}, expected 'microbatch' or 'minibatch'.")
-        self._given_plan = load_plan(plan) if isinstance(plan, (str, Path)) else plan
+        self._plans_itself = plan == AUTO
+        if isinstance(plan, (str, Path)):
+            plan = None if self._plans_itself else load_plan(plan)
+        self._given_plan = plan
         self._stages = stages
         self._zo_stages = zo_stages
         self._plan_options: dict[str, Any] = {
@@ -134,13 +148,20 @@ class HybridOPStrategy(ParallelStrategy):
             "exit_baseline": exit_baseline,
         }
         # Checked here, so that a bad option is refused before any process is started or any model loaded.
-        Plan(blocks=1, stages=(Stage(first=0, last=1, role="zo"),), **self._plan_options)
+        checked = {**self._plan_options}
+        if self._plans_itself and micro_batches is None:
+            del checked["micro_batches"]
+        Plan(blocks=1, stages=(Stage(first=0, last=1, role="zo"),), **checked)
+        if len(mini_batch) != 2 or min(mini_batch) < 1:
+            raise ValueError(f"mini_batch is {mini_batch}, expected a number of rows and a number of tokens.")
+        self._mini_batch = mini_batch
         self._epsilon = epsilon
         self._directions: Directions = directions
         self._zo_lr_scale = zo_lr_scale
         self._seed = seed
         self._timeout = timedelta(seconds=timeout)
         self._blocks = blocks
+        self._emulation = emulation
         self._num_nodes = 1
         self._inside_step = False
         self._plan: Plan | None = None
@@ -150,12 +171,15 @@ class HybridOPStrategy(ParallelStrategy):
         self._rank_of_stage: list[int] = []
         self._result: MiniBatchResult | None = None
         self._stash: Mapping[str, Tensor] = {}
+        self._times = MiniBatchTimes()
 
     # Who and where: ranks, stages, devices.
 
     @property
     def plan(self) -> Plan:
         """The plan that runs; known after the Trainer's setup."""
+        if self._plan is None and not self.pipelined and self._given_plan is not None:
+            return self._given_plan
         if self._plan is None:
             raise RuntimeError(
                 "The plan is made in the Trainer's setup; read it from a hook such as on_fit_start."
@@ -299,6 +323,8 @@ class HybridOPStrategy(ParallelStrategy):
         )
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
+            self._times = MiniBatchTimes()
+            self._save_own_plan()
             if not self._owned or not any(self._owned):
                 raise ValueError(
                     "The model has no trainable parameter; add a LoRA adapter or unfreeze something."
@@ -350,19 +376,25 @@ class HybridOPStrategy(ParallelStrategy):
             stage=self.stage_index,
             parameters=parameters,
             zo_parameters={k: p for k, p in parameters.items() if k in names} if stage.role == "zo" else {},
-            channels={
-                index: Channel(
-                    peer=self._rank_of_stage[index],
-                    description=f"Stage {self.stage_index} waited: stage {index} (rank {self._rank_of_stage[index]})",
-                    timeout=self._timeout,
-                )
-                for index in neighbours
-            },
+            channels={index: self._channel(index) for index in neighbours},
             width=anatomy.width,
             boundary_dtypes=dtypes,
             device=self.compute_device,
             clock_offset=clock_offset(),
+            pace=None if self._emulation is None else Pace(self._emulation, self.stage_index),
         )
+
+    def _channel(self, neighbour: int) -> Channel | PacedChannel:
+        rank = self._rank_of_stage[neighbour]
+        channel = Channel(
+            peer=rank,
+            description=f"Stage {self.stage_index} waited: stage {neighbour} (rank {rank})",
+            timeout=self._timeout,
+        )
+        if self._emulation is None:
+            return channel
+        link = self._emulation.links[min(neighbour, self.stage_index)]
+        return PacedChannel(channel, link, self._emulation.time_scale)
 
     def _place(self, anatomy: Anatomy) -> Plan:
         """Return the plan, having decided which rank is which stage."""
@@ -370,9 +402,26 @@ class HybridOPStrategy(ParallelStrategy):
         if self._given_plan is not None:
             check_given_plan(self._given_plan, anatomy, ranks=self.world_size)
             return self._given_plan
+        if self._plans_itself and self.world_size > 1:
+            return self._place_by_measuring(anatomy)
         devices: list[str] = self._gather_in_stage_order(str(self.compute_device))
         plan, self._rank_of_stage = place_evenly(
             anatomy, devices=devices, zo_stages=self._zo_stages, options=self._plan_options
+        )
+        return plan
+
+    def _place_by_measuring(self, anatomy: Anatomy) -> Plan:
+        assert self.lightning_module is not None
+        forward_only = default_role(str(self.compute_device)) == "zo"
+        if self._zo_stages is not None:
+            forward_only = self.global_rank < self._zo_stages
+        plan, self._rank_of_stage = place_by_measuring(
+            self.lightning_module,
+            anatomy,
+            device=self.compute_device,
+            forward_only=forward_only,
+            mini_batch=self._mini_batch,
+            options=self._plan_options,
         )
         return plan
 
@@ -467,6 +516,7 @@ class HybridOPStrategy(ParallelStrategy):
                 report=lambda: recorder.entries(module),
             )
         self._stash = self._result.gradients
+        self._times.add(self._result.timeline)
         replay(module, self._result.report, owns_metrics=self._is_last_stage)
         return torch.tensor(self._result.loss, device=self.root_device)
 
@@ -713,6 +763,16 @@ class HybridOPStrategy(ParallelStrategy):
     def on_train_end(self) -> None:
         if self.pipelined:
             self.trainable_state_dict()
+            self._plan = replace(self.plan, measured=self._times.gather(self._rank_of_stage))
+            self._save_own_plan()
+
+    def _save_own_plan(self) -> None:
+        """Write the plan that `plan="auto"` made where the Trainer writes everything, on rank 0."""
+        assert self.lightning_module is not None
+        if self._plans_itself and self.is_global_zero:
+            folder = Path(self.lightning_module.trainer.default_root_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            save_plan(self.plan, folder / "plan.yaml")
 
     @override
     def teardown(self) -> None:

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from lightning_hybridop.callbacks import ComuTi, PeakMemory
-from lightning_hybridop.commands.plans import PLAN_OPTIONS, factory, run_plan
+from lightning_hybridop.commands.parts import factory, run_plan, run_strategy
 from lightning_hybridop.planning.plan import save_plan
 from lightning_hybridop.reporting import Change, run_summary
 
@@ -31,8 +31,7 @@ def fit(config: DictConfig, folder: Path) -> None:
     L.seed_everything(config.seed, workers=True, verbose=False)
 
     # The parts, each named by the configuration.
-    plan = run_plan(config)
-    strategy = factory(config.strategy, without=PLAN_OPTIONS)(plan=plan)
+    strategy = run_strategy(config, run_plan(config))
     data = factory(config.data)()
     module = factory(config.model, without=("name", "blocks"))(config.model.name)
     comu_ti = ComuTi()
@@ -53,6 +52,7 @@ def fit(config: DictConfig, folder: Path) -> None:
     # What it came to.
     if not trainer.is_global_zero:
         return
+    plan = strategy.plan
     save_plan(plan, folder / "plan.yaml")
     first_loss, last_loss = training_losses(folder / "metrics.csv")
     means = comu_ti.means

@@ -1,25 +1,9 @@
 """Measures the most memory that each stage's process ever held."""
 
-import resource
-import sys
-from pathlib import Path
-
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-MIB = 2.0**20
-
-
-def peak_memory_mib() -> float:
-    """Return this process's peak resident set in MiB, device memory not included."""
-    # On Linux a program started by a large process inherits that one's ru_maxrss; VmHWM is this program's own.
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text(encoding="utf-8").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024 / MIB
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / MIB if sys.platform == "darwin" else peak * 1024 / MIB
+from lightning_hybridop.pipeline.measured import peak_memory_mib
 
 
 class PeakMemory(Callback):

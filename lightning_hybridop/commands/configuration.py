@@ -61,13 +61,22 @@ def compose_runs(
             raise ConfigurationError(_sentence(error, command, overrides)) from error
 
 
-def groups() -> dict[str, tuple[str, ...]]:
-    """Return the groups of the shipped configuration, each with the names of its choices."""
+GROUPS = {
+    "plan": ("cluster", "workload"),
+    "simulate": ("cluster", "workload"),
+    "compare": ("cluster", "workload"),
+    "profile": ("model",),
+}
+"""The groups that a command's configuration is made of, where it is not made of all."""
+
+
+def groups(command: str = "fit") -> dict[str, tuple[str, ...]]:
+    """Return the groups of a command's configuration, each with the names of its choices."""
     conf = shipped_folder("conf")
     return {
         folder.name: tuple(sorted(file.stem for file in folder.glob("*.yaml")))
         for folder in sorted(conf.iterdir())
-        if folder.is_dir() and folder.name != "hydra"
+        if folder.is_dir() and folder.name != "hydra" and folder.name in GROUPS.get(command, (folder.name,))
     }
 
 

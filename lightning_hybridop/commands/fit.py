@@ -9,7 +9,7 @@ from torch.distributed import TCPStore
 
 from lightning_hybridop.commands import launch
 from lightning_hybridop.commands.configuration import ConfigurationError, Run, compose_runs
-from lightning_hybridop.commands.plans import PLAN_OPTIONS, factory, run_plan
+from lightning_hybridop.commands.parts import PLAN_OPTIONS, factory, run_plan, run_strategy
 from lightning_hybridop.commands.recipes import load_recipe
 from lightning_hybridop.commands.worker import CONFIGURATION
 from lightning_hybridop.planning.plan import Plan
@@ -48,7 +48,7 @@ def fit(overrides: Sequence[str], *, multirun: bool = False) -> None:
 def check_plan_overrides(overrides: Sequence[str]) -> None:
     """Raise ConfigurationError when a plan file and options that it holds are given together."""
     keys = {override.partition("=")[0].lstrip("+") for override in overrides}
-    if "plan" not in keys:
+    if "plan" not in keys or "plan=auto" in overrides:
         return
     held = sorted(
         key
@@ -72,7 +72,7 @@ def check(run: Run) -> Plan:
         )
     if ranks is None:
         launch.check_port(config.port)
-    factory(config.strategy, without=PLAN_OPTIONS)(plan=plan)
+    run_strategy(config, plan)
     factory(config.data)().setup("fit")
     return plan
 

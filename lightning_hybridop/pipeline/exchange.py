@@ -24,6 +24,14 @@ def broadcast_json(value: Any, *, source: int) -> Any:
     return json.loads(payload.numpy().tobytes())
 
 
+def gather_json(value: Any) -> list[Any]:
+    """Return the JSON-serialisable values of all ranks, in order of rank, on every rank."""
+    return [
+        broadcast_json(value if rank == dist.get_rank() else None, source=rank)
+        for rank in range(dist.get_world_size())
+    ]
+
+
 def gather_numbers(numbers: Sequence[float], ranks: Sequence[int]) -> list[list[float]]:
     """Return the numbers of each rank in `ranks`, which must be all ranks in some order; lists may differ in length."""
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in ranks]

@@ -50,6 +50,10 @@ class DeviceProfile:
                 )
             for dtype, rate in rates.items():
                 check_number(f"{self.name}.{name}.{dtype}", rate, error=ClusterError)
+        if not isinstance(self.forward_only, bool):
+            raise ClusterError(
+                f"{self.name}.forward_only: found {self.forward_only!r}, expected true or false."
+            )
         check_number(f"{self.name}.efficiency", self.efficiency, error=ClusterError)
         for name in ("memory_gb", "memory_bandwidth_gb_s", "busy_w", "idle_w"):
             value = getattr(self, name)
@@ -127,6 +131,8 @@ class Cluster:
         if self.usable_memory > 1:
             raise ClusterError(f"usable_memory: found {self.usable_memory}, expected a share of at most 1.")
         check_number("time_scale", self.time_scale, error=ClusterError)
+        if not isinstance(self.emulate, bool):
+            raise ClusterError(f"emulate: found {self.emulate!r}, expected true or false.")
 
     def link_between(self, first: str, second: str) -> Link:
         """Return the link between two devices, given by name in either order."""
@@ -174,12 +180,20 @@ def cluster_from_dict(values: Any, profiles: Mapping[str, DeviceProfile]) -> Clu
         devices += _devices(f"devices[{index}]", entry, profiles, efficiency)
     link = Link(**checked_fields("link", fields.pop("link", None) or {}, Link, error=ClusterError))
     links = {}
-    for index, entry in enumerate(fields.pop("links", None) or ()):
+    given_links = fields.pop("links", None) or ()
+    if not isinstance(given_links, (list, tuple)):
+        raise ClusterError(
+            f"links: found {type(given_links).__name__}, expected a list with one entry per link."
+        )
+    for index, entry in enumerate(given_links):
         where = f"links[{index}]"
         given = checked_fields(where, entry, Link, error=ClusterError, also=("between",))
         pair = given.pop("between", None)
-        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+        names = isinstance(pair, (list, tuple)) and all(isinstance(name, str) for name in pair)
+        if not names or len(set(pair)) != 2 or len(pair) != 2:
             raise ClusterError(f"{where}.between: found {pair!r}, expected the names of two devices.")
+        if (min(pair), max(pair)) in links:
+            raise ClusterError(f"{where}.between: the link between {pair[0]} and {pair[1]} is given twice.")
         links[min(pair), max(pair)] = Link(**given)
     return Cluster(devices=tuple(devices), link=link, links=links, **fields)
 

@@ -3,6 +3,7 @@
 Times are in seconds, sizes in bytes. Equations take one `StageTimes` per stage, in pipeline order.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -213,8 +214,8 @@ class DeviceCosts:
 class PipelineCosts:
     """What the planner knows: every device's costs, and `links[a][b]` between devices a and b (symmetric).
 
-    `hidden_bytes` is the size of one micro-batch's hidden state, which `links` are the times of; `adapter_bytes` that
-    of one block's adapter gradients. `exit_baseline` says that early exits cost one more forward of the exit stage.
+    `rows` are those of one micro-batch, `hidden_bytes` is the size of its hidden state, which `links` are the times
+    of; `adapter_bytes` that of one block's adapter gradients. `exit_baseline` says that early exits cost one more forward of the exit stage.
     With tied embeddings a device that has both embedding and head holds the matrix once.
     """
 
@@ -225,6 +226,7 @@ class PipelineCosts:
     exit_queries: int = 0
     exit_baseline: bool = True
     tied_embeddings: bool = False
+    rows: float = 1.0
     hidden_bytes: float = 0.0
     adapter_bytes: float = 0.0
 
@@ -280,19 +282,22 @@ def layout_times(
                 baseline_forward=baseline,
             )
         )
-    links = tuple(
-        costs.links[before.device][after.device] for before, after in zip(layout, layout[1:], strict=False)
-    )
+    links = tuple(costs.links[before.device][after.device] for before, after in itertools.pairwise(layout))
     return tuple(stages), links
 
 
-def layout_memory(costs: PipelineCosts, layout: Sequence[Assignment]) -> tuple[float, ...]:
-    """Return the bytes that each stage needs: `zo_memory` or `bp_memory`, with embedding and head where they are.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBytes:
+    """What a stage holds, in bytes: for good, and of one micro-batch between its forward and its backward."""
 
-    A bp stage never holds more micro-batches than there are.
-    """
+    resident: float
+    kept: float = 0.0
+
+
+def layout_bytes(costs: PipelineCosts, layout: Sequence[Assignment]) -> tuple[StageBytes, ...]:
+    """Return what each stage of a layout holds, with embedding and head where they are."""
     last_zo = max((i for i, part in enumerate(layout) if costs.devices[part.device].zo), default=-1)
-    needs = []
+    held = []
     for index, part in enumerate(layout):
         device = costs.devices[part.device]
         resident = sum(device.resident[part.first : part.last])
@@ -304,12 +309,26 @@ def layout_memory(costs: PipelineCosts, layout: Sequence[Assignment]) -> tuple[f
             resident += device.head_resident
         if device.zo:
             # Logits exist while the head runs, and nothing is kept behind it.
-            needs.append(zo_memory(frozen=resident + (device.head_kept if has_head else 0.0), trained=0.0))
+            held.append(StageBytes(resident=resident + (device.head_kept if has_head else 0.0)))
             continue
         if has_head:
             kept += device.head_kept
+        held.append(StageBytes(resident=resident, kept=kept))
+    return tuple(held)
+
+
+def layout_memory(costs: PipelineCosts, layout: Sequence[Assignment]) -> tuple[float, ...]:
+    """Return the bytes that each stage needs: `zo_memory` or `bp_memory`, with embedding and head where they are.
+
+    A bp stage never holds more micro-batches than there are.
+    """
+    needs = []
+    for index, (part, held) in enumerate(zip(layout, layout_bytes(costs, layout), strict=True)):
+        if costs.devices[part.device].zo:
+            needs.append(zo_memory(frozen=held.resident, trained=0.0))
+            continue
         in_flight = min(len(layout) - index, costs.micro_batches)
-        needs.append(bp_memory(frozen=resident, trained=0.0, activations=kept, in_flight=in_flight))
+        needs.append(bp_memory(frozen=held.resident, trained=0.0, activations=held.kept, in_flight=in_flight))
     return tuple(needs)
 
 
@@ -357,6 +376,7 @@ def pipeline_costs(
         exit_queries=exit_queries,
         exit_baseline=exit_baseline,
         tied_embeddings=workload.architecture.tied_embeddings,
+        rows=workload.rows / micro_batches,
         hidden_bytes=size,
         adapter_bytes=4.0 * block.trainable_parameters,
     )

@@ -19,7 +19,7 @@ _FIGURES = ("predicted", "measured")
 
 _HEADER = """\
 # A stage runs the blocks `first` to `last` - 1 as zo (learns from perturbations), bp (back-propagates) or frozen
-# (learns nothing). It may also have a device, a dtype and a relative speed."""
+# (learns nothing). It may also have a name, a device and a dtype, and relative times: speed, backward, transfer."""
 
 
 class PlanError(ValueError):
@@ -30,16 +30,25 @@ class PlanError(ValueError):
 class Stage:
     """One device's contiguous range `[first, last)` of transformer blocks.
 
-    `dtype` is what its frozen weights are cast to (None: left as loaded). `speed` is relative: a forward of one
-    block takes `1 / speed` units of time.
+    `name` is that of the cluster's device it was planned for. `dtype` is what its frozen weights are cast to (None:
+    left as loaded). Schedules are made for relative times: a forward of one block takes `1 / speed` units, a backward
+    `backward` forwards, and a hidden state or gradient `transfer` units to the next stage or back.
     """
 
     first: int
     last: int
     role: Role = "bp"
+    name: str | None = None
     device: str = "cpu"
     dtype: DTypeName | None = None
     speed: float = 1.0
+    backward: float = 2.0
+    transfer: float = 0.0
+
+    @property
+    def forward_time(self) -> float:
+        """Relative time of a forward."""
+        return (self.last - self.first) / self.speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +257,13 @@ def _check_stage(index: int, stage: Any) -> None:
         raise PlanError(
             f"{where}.device: found {stage.device!r}, expected a name such as cpu, cuda:0 or npu."
         )
+    if stage.name is not None and (not isinstance(stage.name, str) or not stage.name):
+        raise PlanError(
+            f"{where}.name: found {stage.name!r}, expected the name of one of the cluster's devices."
+        )
     check_number(f"{where}.speed", stage.speed, error=PlanError)
+    for name in ("backward", "transfer"):
+        check_number(f"{where}.{name}", getattr(stage, name), error=PlanError, above=False)
 
 
 def _check_cover(blocks: int, stages: tuple[Stage, ...]) -> None:

@@ -1,18 +1,16 @@
 """The workload: what each part of a transformer costs, as a function of rows, length and dtype."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_hybridop.planning.fields import check_number
+from lightning_hybridop.planning.fields import check_number, checked_fields
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
-# Families whose feed-forward part has two matrices; all others have a gate as well.
-_UNGATED = frozenset(
-    "bert bloom codegen distilbert electra falcon gpt2 gpt_bigcode gpt_neo gpt_neox gptj mpt nemotron opt phi "
-    "roberta starcoder2".split()
-)
+_ATTENTION = ("q", "k", "v", "o")
+_FEED_FORWARD = ("gate", "up", "down")
+_SHARED_INPUT = {"k": "q", "v": "q", "up": "gate"}
 
 # An adapter's weight, gradient and both of Adam's moments, all in float32.
 _TRAINED_BYTES = 4 * 4
@@ -27,6 +25,11 @@ class Architecture:
     """The sizes of a decoder of equal blocks.
 
     `experts` is the number of feed-forward parts of a block, `active_experts` how many of them a token goes through.
+    `norms` counts those of a block, `biases` names the projections that have one (of `q k v o` and `gate up down`),
+    `positions` is the number of learned positions, 0 without.
+
+    Raises:
+        WorkloadError: a size is no whole number, or sizes contradict each other.
     """
 
     name: str
@@ -41,14 +44,88 @@ class Architecture:
     gated: bool = True
     experts: int = 1
     active_experts: int = 1
+    norms: int = 2
+    norm_bias: bool = False
+    biases: tuple[str, ...] = ()
+    positions: int = 0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "blocks",
+            "hidden",
+            "heads",
+            "key_value_heads",
+            "head_size",
+            "intermediate",
+            "vocabulary",
+            "experts",
+            "active_experts",
+        ):
+            _check_whole(f"architecture.{name}", getattr(self, name), 1)
+        for name in ("norms", "positions"):
+            _check_whole(f"architecture.{name}", getattr(self, name), 0)
+        for name in ("tied_embeddings", "gated", "norm_bias"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise WorkloadError(f"architecture.{name}: found {value!r}, expected true or false.")
+        if self.heads % self.key_value_heads:
+            raise WorkloadError(
+                f"architecture.key_value_heads: found {self.key_value_heads}, expected a divisor of the {self.heads} heads."
+            )
+        if self.active_experts > self.experts:
+            raise WorkloadError(
+                f"architecture.active_experts: found {self.active_experts}, expected at most the {self.experts} experts."
+            )
+        _check_projections("architecture.biases", self.biases, self)
+
+    @property
+    def block_parameters(self) -> int:
+        """Parameters of one block: matrices, biases, norms and the router of its experts."""
+        matrices = sum(
+            (inputs + (name in self.biases)) * outputs * copies
+            for name, (inputs, outputs, copies) in _projections(self).items()
+        )
+        return matrices + self.norms * self._norm_parameters + self._router
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the token embedding and of learned positions."""
+        return (self.vocabulary + self.positions) * self.hidden
+
+    @property
+    def head_parameters(self) -> int:
+        """Parameters of the last norm and of the head; with tied embeddings its matrix is the embedding's."""
+        return self.vocabulary * self.hidden + self._norm_parameters
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model; a tied matrix counts once."""
+        shared = self.vocabulary * self.hidden if self.tied_embeddings else 0
+        blocks = self.blocks * self.block_parameters
+        return self.embedding_parameters + blocks + self.head_parameters - shared
+
+    @property
+    def _norm_parameters(self) -> int:
+        return self.hidden * (2 if self.norm_bias else 1)
+
+    @property
+    def _router(self) -> int:
+        return self.hidden * self.experts if self.experts > 1 else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """LoRA of one rank on the named projections: of `q k v o` and `gate up down`."""
+    """LoRA of one rank on the named projections: of `q k v o` and `gate up down`.
+
+    Raises:
+        WorkloadError: the rank is no whole number.
+    """
 
     rank: int = 8
     targets: tuple[str, ...] = ("q", "v")
+
+    def __post_init__(self) -> None:
+        _check_whole("adapter.rank", self.rank, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,35 +152,28 @@ class PartCosts:
 class Workload:
     """One mini-batch of `rows` rows of `length` tokens through an adapted architecture, in one dtype.
 
-    `activation_elements` is the number of elements per token that a block keeps for its backward (the paper's `l4`,
-    relative to the hidden size it is about 20); None estimates it from the architecture.
+    `activation_elements` is the number of elements of that dtype per token that a block keeps for its backward (the
+    paper's `l4`), as measured; None estimates the bytes from the architecture.
 
     Raises:
         WorkloadError: naming the field that is out of range.
     """
 
     architecture: Architecture
-    adapter: Adapter = Adapter()
+    adapter: Adapter = field(default_factory=Adapter)
     rows: int = 8
     length: int = 384
     dtype: str = "float16"
     activation_elements: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("rows", "length"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise WorkloadError(f"{name}: found {value!r}, expected a whole number of at least 1.")
+        _check_whole("rows", self.rows, 1)
+        _check_whole("length", self.length, 1)
         if self.dtype not in DTYPE_BYTES:
             raise WorkloadError(f"dtype: found {self.dtype!r}, expected one of {', '.join(DTYPE_BYTES)}.")
         if self.activation_elements is not None:
             check_number("activation_elements", self.activation_elements, error=WorkloadError)
-        unknown = [name for name in self.adapter.targets if name not in _projections(self.architecture)]
-        if unknown:
-            raise WorkloadError(
-                f"adapter.targets: {self.architecture.name} has no projection {unknown[0]}; choose from "
-                f"{', '.join(_projections(self.architecture))}."
-            )
+        _check_projections("adapter.targets", self.adapter.targets, self.architecture)
 
     def micro_batch_choices(self) -> tuple[int, ...]:
         """Return every M that cuts the mini-batch into equal micro-batches."""
@@ -114,7 +184,7 @@ class Workload:
         sizes = self.architecture
         return PartCosts(
             forward_flops=0.0,
-            parameter_bytes=float(sizes.vocabulary * sizes.hidden * self._item),
+            parameter_bytes=float(sizes.embedding_parameters * self._item),
             trainable_parameters=0,
             activation_bytes=0.0,
             output_bytes=self._hidden_bytes(rows),
@@ -123,7 +193,8 @@ class Workload:
     def block(self, rows: float) -> PartCosts:
         """Return the costs of one block for a micro-batch of `rows` rows.
 
-        FLOPs are two per weight and token, and those of scores and values of attention over the whole length.
+        FLOPs are two per weight and token, and those of scores and values of attention over the whole length: frameworks
+        compute what a causal mask hides as well, unless they have a fused kernel.
         """
         sizes, tokens = self.architecture, rows * self.length
         matrices = _projections(sizes)
@@ -133,28 +204,25 @@ class Workload:
             for name, (inputs, outputs, copies) in matrices.items()
             if name in self.adapter.targets
         )
-        stored = sum(inputs * outputs * copies for inputs, outputs, copies in matrices.values())
-        idle_experts = 1 - sizes.active_experts / sizes.experts
-        passed = sum(
-            inputs * outputs * copies * (1 - idle_experts if name in _FEED_FORWARD else 1)
-            for name, (inputs, outputs, copies) in matrices.items()
+        passed = sizes._router + sum(
+            inputs * outputs * (sizes.active_experts if name in _FEED_FORWARD else 1)
+            for name, (inputs, outputs, _) in matrices.items()
         )
         attention = 4.0 * self.length * sizes.heads * sizes.head_size
         return PartCosts(
             forward_flops=tokens * (2.0 * (passed + trained) + attention),
-            parameter_bytes=float((stored + 2 * sizes.hidden) * self._item),
+            parameter_bytes=float(sizes.block_parameters * self._item),
             trainable_parameters=trained,
-            activation_bytes=tokens * self._kept_elements() * self._item,
+            activation_bytes=tokens * self._kept_bytes(),
             output_bytes=self._hidden_bytes(rows),
         )
 
     def head(self, rows: float) -> PartCosts:
         """Return the costs of norm and head for a micro-batch; its activations are the logits, in float32, and twice."""
         sizes, tokens = self.architecture, rows * self.length
-        weights = sizes.vocabulary * sizes.hidden
         return PartCosts(
-            forward_flops=2.0 * tokens * weights,
-            parameter_bytes=float((weights + sizes.hidden) * self._item),
+            forward_flops=2.0 * tokens * sizes.vocabulary * sizes.hidden,
+            parameter_bytes=float(sizes.head_parameters * self._item),
             trainable_parameters=0,
             activation_bytes=tokens * sizes.vocabulary * 4.0 * 2,
             output_bytes=0.0,
@@ -167,24 +235,71 @@ class Workload:
     def _hidden_bytes(self, rows: float) -> float:
         return rows * self.length * self.architecture.hidden * float(self._item)
 
-    def _kept_elements(self) -> float:
+    def _kept_bytes(self) -> float:
+        """Return the bytes per token that a block keeps from its forward to its backward.
+
+        What a frozen linear layer was given is not needed again, only what an adapter was given is. Counted are: the
+        inputs of norms and two numbers for each, in float32 whatever the dtype; the adapters' inputs and inner products,
+        also in float32; q, k and v as attention takes them, with what frameworks make of a padded batch (each key and
+        value head once per query head that shares it, a mask per block), its result and its normaliser; the gate, its
+        activation and the other branch. Not counted are what all blocks share (rotary tables), dropout masks, and the
+        scores of an attention that is not fused. Without a gate the activation function is taken for one of four steps,
+        such as GPT-2's.
+        """
         if self.activation_elements is not None:
-            return self.activation_elements
-        sizes = self.architecture
+            return self.activation_elements * self._item
+        sizes, targets = self.architecture, self.adapter.targets
         query = sizes.heads * sizes.head_size
-        key_value = 2 * sizes.key_value_heads * sizes.head_size
-        # Both norms' inputs and outputs, and the residual; q, k, v before and behind the rotation, and what attention
-        # returned; the gate, its activation, the other branch and the product of both.
-        branches = 4 if sizes.gated else 2
-        return (
-            6 * sizes.hidden
-            + 3 * query
-            + 2 * key_value
-            + branches * sizes.intermediate * sizes.active_experts
+        inner = sizes.intermediate * sizes.active_experts
+        widths = {name: inputs for name, (inputs, _, _) in _projections(sizes).items()}
+        if self._item == 4:
+            # Adapters share an input with each other, and that of o is kept by attention already.
+            adapted = {_SHARED_INPUT.get(name, name): widths[name] for name in targets}
+            inputs = sum(width for name, width in adapted.items() if name != "o")
+        else:
+            inputs = sum(widths[name] for name in targets)  # cast to float32 for each adapter
+        in_float32 = (
+            sizes.norms * (sizes.hidden + 1) + inputs + len(targets) * self.adapter.rank + sizes.heads
         )
+        return 4.0 * in_float32 + self._item * (4 * query + self.length + (3 if sizes.gated else 4) * inner)
 
 
-_FEED_FORWARD = ("gate", "up", "down")
+def workload_from_dict(values: Any) -> Workload:
+    """Return the workload that plain containers describe.
+
+    Raises:
+        WorkloadError: an unknown or missing field, or a value out of range; the message names the field.
+    """
+    fields = checked_fields("workload", values, Workload, error=WorkloadError)
+    sizes = checked_fields("architecture", fields.pop("architecture"), Architecture, error=WorkloadError)
+    if "biases" in sizes:
+        sizes["biases"] = _names("architecture.biases", sizes["biases"])
+    adapter = checked_fields("adapter", fields.pop("adapter", None) or {}, Adapter, error=WorkloadError)
+    if "targets" in adapter:
+        adapter["targets"] = _names("adapter.targets", adapter["targets"])
+    return Workload(architecture=Architecture(**sizes), adapter=Adapter(**adapter), **fields)
+
+
+def _names(where: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise WorkloadError(f"{where}: found {value!r}, expected a list of projections.")
+    return tuple(value)
+
+
+def _check_whole(where: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise WorkloadError(f"{where}: found {value!r}, expected a whole number of at least {least}.")
+
+
+def _check_projections(where: str, names: tuple[str, ...], sizes: Architecture) -> None:
+    known = _projections(sizes)
+    for index, name in enumerate(names):
+        if name not in known:
+            raise WorkloadError(
+                f"{where}: {sizes.name} has no projection {name}; choose from {', '.join(known)}."
+            )
+        if name in names[:index]:
+            raise WorkloadError(f"{where}: {name} is named twice; name each projection once.")
 
 
 def _projections(sizes: Architecture) -> dict[str, tuple[int, int, int]]:
@@ -203,23 +318,67 @@ def _projections(sizes: Architecture) -> dict[str, tuple[int, int, int]]:
     return matrices
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
+    """What configurations do not say because it is the same for all models of a family."""
+
+    gated: bool = True
+    norms: int = 2
+    norm_bias: bool = False
+    biases: tuple[str, ...] = ()
+    learned_positions: bool = False
+
+
+_ALL = (*_ATTENTION, "up", "down")
+_WITH_POSITIONS = _Family(gated=False, norm_bias=True, biases=_ALL, learned_positions=True)
+_FAMILIES: Mapping[str, _Family] = {
+    **dict.fromkeys(
+        ("bert", "distilbert", "electra", "roberta", "gpt2", "gpt_bigcode", "opt"), _WITH_POSITIONS
+    ),
+    "bloom": _Family(gated=False, norm_bias=True, biases=_ALL),
+    "codegen": _Family(gated=False, norms=1, norm_bias=True, biases=("up", "down")),
+    "cohere": _Family(norms=1),
+    "falcon": _Family(gated=False, norm_bias=True),
+    "gemma2": _Family(norms=4),
+    "gemma3_text": _Family(norms=4),
+    "gpt_neo": _Family(gated=False, norm_bias=True, biases=("o", "up", "down"), learned_positions=True),
+    "gpt_neox": _Family(gated=False, norm_bias=True, biases=_ALL),
+    "gptj": _Family(gated=False, norms=1, norm_bias=True, biases=("up", "down")),
+    "mpt": _Family(gated=False),
+    "nemotron": _Family(gated=False, norm_bias=True),
+    "phi": _Family(gated=False, norms=1, norm_bias=True, biases=_ALL),
+    "qwen2": _Family(biases=("q", "k", "v")),
+    "qwen2_moe": _Family(biases=("q", "k", "v")),
+    "stablelm": _Family(norm_bias=True),
+    "starcoder2": _Family(gated=False, norm_bias=True, biases=_ALL),
+}
+
+
 def architecture_from_config(config: Mapping[str, Any], *, name: str = "model") -> Architecture:
     """Return the sizes in a Hugging Face model's configuration (the content of its config.json).
 
+    Parameter counts are exact for Llama, Mistral, Mixtral, Qwen2, Gemma, Gemma2 and GPT-2; other families may have
+    norms of single heads or biases besides, which are less than a thousandth of a model.
+
     Raises:
-        WorkloadError: a size that has no default is missing.
+        WorkloadError: a size that has no default is missing, or is not one number for all blocks.
     """
     text = config.get("text_config") or config
 
     def first(*keys: str, default: int | None = None) -> int:
-        found = next((text[key] for key in keys if text.get(key) is not None), default)
+        key = next((key for key in keys if text.get(key) is not None), None)
+        found = default if key is None else text[key]
         if found is None:
             raise WorkloadError(
                 f"{name}: its configuration has no {keys[0]}; plan for it with measured costs instead."
             )
-        return int(found)
+        if not isinstance(found, int):
+            raise WorkloadError(
+                f"{name}: its configuration has {key} {found!r}, expected one whole number for all blocks."
+            )
+        return found
 
-    kind = str(text.get("model_type", "llama"))
+    family = _FAMILIES.get(str(text.get("model_type", "llama")), _Family())
     hidden = first("hidden_size", "n_embd", "d_model", "dim")
     heads = first("num_attention_heads", "n_head", "n_heads")
     return Architecture(
@@ -239,7 +398,17 @@ def architecture_from_config(config: Mapping[str, Any], *, name: str = "model") 
         ),
         vocabulary=first("vocab_size"),
         tied_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", True))),
-        gated=kind not in _UNGATED,
+        gated=family.gated,
         experts=first("num_local_experts", "num_experts", "n_routed_experts", default=1),
         active_experts=first("num_experts_per_tok", default=1),
+        norms=family.norms,
+        norm_bias=family.norm_bias,
+        biases=family.biases or _configured_biases(text, family),
+        positions=first("n_positions", "max_position_embeddings") if family.learned_positions else 0,
     )
+
+
+def _configured_biases(text: Mapping[str, Any], family: _Family) -> tuple[str, ...]:
+    attention = _ATTENTION if text.get("attention_bias") else ()
+    feed_forward = _FEED_FORWARD if text.get("mlp_bias") else ()
+    return tuple(name for name in (*attention, *feed_forward) if name != "gate" or family.gated)

@@ -13,7 +13,7 @@ _MOST_URGENT_FIRST = (Kind.BACKWARD, Kind.FORWARD, Kind.PERTURBED, Kind.EXIT)
 def hybridop(plan: Plan) -> Schedule:
     """Return the order in which every stage would run if it always took the most urgent action at hand.
 
-    Priority B > F > P > X, no preemption, no transfer time; a forward takes `blocks / speed`, a backward twice that.
+    Priority B > F > P > X, no preemption; actions and transfers take the relative times of the plan's stages.
     """
     timeline = hybridop_timeline(plan)
     return tuple(
@@ -24,11 +24,11 @@ def hybridop(plan: Plan) -> Schedule:
 def hybridop_timeline(plan: Plan) -> Timeline:
     """Return the event simulation behind `hybridop`, in units of one block's forward at speed 1, ordered by start.
 
-    The bp stage `i` (from the first one) holds at most `|D_G| - i` micro-batches between forward and backward, which
+    A transfer keeps its direction of the link busy until it arrives; others queue behind it. The bp stage `i` (from the first one) holds at most `|D_G| - i` micro-batches between forward and backward, which
     is the memory that the paper's model grants it.
     """
     stages = range(len(plan.stages))
-    duration = [(stage.last - stage.first) / stage.speed for stage in plan.stages]
+    duration = [stage.forward_time for stage in plan.stages]
     room = [
         len(stages) - stage if plan.stages[stage].role == "bp" else plan.micro_batches for stage in stages
     ]
@@ -46,7 +46,9 @@ def hybridop_timeline(plan: Plan) -> Timeline:
             if not before:
                 heapq.heappush(ready[stage][action.kind], (_rank(action), action))
     idle = set(stages)
-    events: list[tuple[float, int, Action]] = []
+    link_free: dict[tuple[int, int], float] = {}
+    # When, whether something arrives (rather than ends), at which stage, its rank among all, and what.
+    events: list[tuple[float, bool, int, tuple[str, int, int, int], Action]] = []
     timeline: list[TimedAction] = []
     now = 0.0
     while True:
@@ -59,20 +61,32 @@ def hybridop_timeline(plan: Plan) -> Timeline:
             _, action = heapq.heappop(ready[stage][kind])
             if plan.stages[stage].role == "bp":
                 room[stage] += (kind is Kind.BACKWARD) - (kind is Kind.FORWARD)
-            end = now + duration[stage] * (2 if kind is Kind.BACKWARD else 1)
+            end = now + duration[stage] * (plan.stages[stage].backward if kind is Kind.BACKWARD else 1)
             idle.remove(stage)
             timeline.append(TimedAction(stage=stage, action=action, start=now, end=end))
-            heapq.heappush(events, (end, stage, action))
+            heapq.heappush(events, (end, False, stage, (kind.value, *_rank(action)), action))
         if not events:
             return tuple(timeline)
         now = events[0][0]
         while events and events[0][0] == now:
-            _, stage, action = heapq.heappop(events)
-            idle.add(stage)
-            for later in unlocks.get((stage, action), ()):
-                missing[later] -= 1
-                if missing[later] == 0:
-                    heapq.heappush(ready[later[0]][later[1].kind], (_rank(later[1]), later[1]))
+            _, arrives, stage, _, action = heapq.heappop(events)
+            if arrives:
+                unlocked = [(stage, action)]
+            else:
+                idle.add(stage)
+                unlocked = []
+                for target, later in unlocks.get((stage, action), ()):
+                    transfer = plan.stages[min(stage, target)].transfer if stage != target else 0.0
+                    if transfer == 0.0:
+                        unlocked.append((target, later))
+                        continue
+                    arrival = max(now, link_free.get((stage, target), 0.0)) + transfer
+                    link_free[stage, target] = arrival
+                    heapq.heappush(events, (arrival, True, target, (later.kind.value, *_rank(later)), later))
+            for target, later in unlocked:
+                missing[target, later] -= 1
+                if missing[target, later] == 0:
+                    heapq.heappush(ready[target][later.kind], (_rank(later), later))
 
 
 def _rank(action: Action) -> tuple[int, int, int]:

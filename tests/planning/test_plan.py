@@ -21,7 +21,7 @@ from lightning_hybridop.planning.plan import (
 from tests.schedules.executor import plans
 
 STAGES = (
-    Stage(first=0, last=2, role="zo", device="npu:0", dtype="float16", speed=0.5),
+    Stage(first=0, last=2, role="zo", name="board-0", device="npu:0", dtype="float16", speed=0.5),
     Stage(first=2, last=3, role="frozen"),
     Stage(first=3, last=5),
 )
@@ -154,6 +154,13 @@ def test_even_plan_refuses(arguments: dict[str, Any], message: str) -> None:
         ),
         *(
             (
+                {"stages": with_last(name=name)},
+                f"stages[2].name: found {name!r}, expected the name of one of the cluster's devices.",
+            )
+            for name in ("", 3)
+        ),
+        *(
+            (
                 {"stages": with_last(speed=speed)},
                 f"stages[2].speed: found {speed!r}, expected a number above 0.",
             )
@@ -207,7 +214,7 @@ def test_a_saved_plan_is_one_that_a_person_can_read(tmp_path: Path) -> None:
         "difference: forward",
         "exit_baseline: exit",
         "stages:",
-        "- {first: 0, last: 2, role: zo, device: 'npu:0', dtype: float16, speed: 0.5}",
+        "- {first: 0, last: 2, role: zo, name: board-0, device: 'npu:0', dtype: float16, speed: 0.5}",
         "- {first: 2, last: 3, role: frozen}",
         "- {first: 3, last: 5, role: bp}",
     ]
@@ -243,6 +250,7 @@ def written_plans(draw: st.DrawFn) -> Plan:
     stages = tuple(
         replace(
             stage,
+            name=draw(st.none() | DEVICES),
             device=draw(DEVICES),
             dtype=draw(st.sampled_from([None, "float32", "bfloat16", "float16"])),
             speed=draw(st.floats(min_value=0, exclude_min=True, allow_infinity=False)),

@@ -1,0 +1,69 @@
+"""`hybridop compare`: one mini-batch of every method on a cluster, simulated."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn
+
+from lightning_hybridop.commands.configuration import ConfigurationError
+from lightning_hybridop.commands.planned import (
+    composed,
+    configured_cluster,
+    configured_workload,
+    drawn,
+    write_json,
+)
+from lightning_hybridop.reporting.panels import draw_panels
+from lightning_hybridop.reporting.predictions import (
+    comparison_rows,
+    comparison_table,
+    result_name,
+    simulation_panel,
+    write_csv,
+)
+from lightning_hybridop.simulation.compare import compare as compare_methods
+
+
+def compare(overrides: Sequence[str]) -> None:
+    """Compare, print the table, and write comparison.csv, comparison.json and comparison.png."""
+    config, folder = composed("compare", overrides)
+    cluster, workload = configured_cluster(config), configured_workload(config)
+    for name in ("micro_batches", "queries", "exit_queries"):
+        if not isinstance(config[name], int):
+            raise ConfigurationError(
+                f"{name}: found {config[name]!r}, expected a number, because all methods are given the same."
+            )
+    console = Console()
+    with Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True
+    ) as progress:
+        progress.add_task("Planning and simulating every method")
+        results = compare_methods(
+            cluster,
+            workload,
+            micro_batches=config.micro_batches,
+            queries=config.queries,
+            exit_queries=config.exit_queries,
+        )
+    rows = comparison_rows(results)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_csv(folder / "comparison.csv", rows)
+    write_json(
+        folder / "comparison.json",
+        {"cluster": cluster.name, "workload": workload.architecture.name, "methods": rows},
+    )
+    panels = [
+        simulation_panel(result.simulation, result_name(result))
+        for result in results
+        if result.simulation is not None
+    ]
+    missing = drawn(lambda: draw_panels(panels, folder / "comparison.png"))
+    console.print(comparison_table(rows))
+    for result in results:
+        if result.reason is not None:
+            console.print(f"{result_name(result)}: {result.reason}", highlight=False)
+    if any(row["over_memory"] for row in rows):
+        console.print("! needs more memory than a device has; see comparison.csv.", highlight=False)
+    if missing:
+        console.print(missing, highlight=False)
+    console.print(f"All files of this comparison: {folder}", soft_wrap=True, highlight=False)

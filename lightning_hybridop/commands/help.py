@@ -1,0 +1,143 @@
+"""What `hybridop <command> --help` answers; `{groups}` stands for the choices of the shipped configuration."""
+
+FIT = """\
+usage: hybridop fit [name=value ...] [--multirun] [--show]
+
+Fine-tunes a language model with LoRA over the stages of a plan, in local processes that it starts itself or in those
+of torchrun, and writes adapter/, checkpoints/, metrics.csv, plan.yaml, timeline.png, timeline.json, summary.json and
+config.yaml to one folder.
+
+choices of each group (name=choice):
+{groups}
+
+often used options (name=value; --show prints all):
+  strategy.queries=<Q>              perturbations per micro-batch on zo stages
+  strategy.exit_queries=<Q'>        further perturbations that leave at the last zo stage
+  strategy.micro_batches=<M>        slices of a mini-batch
+  strategy.epsilon=<size>           size of a perturbation
+  cluster.zo_role=frozen            zo stages only compute: what the others learn by themselves
+  plan=<file>                       a plan file in the place of cluster and the options above
+  plan=auto                         measure every process, then lay the blocks out by speed and memory
+  model.learning_rate=<rate>        of Adam; strategy.zo_lr_scale multiplies it on zo stages
+  model.name=<hub id or folder>     another model, with model=hf
+  data.train=<file> data.test=<file>    CSV files of data=agnews
+  data.held_out_rows=<rows>         rows that accuracy and F1 are measured on
+  trainer.max_steps=<steps>         length of the run
+  folder=<folder>                   where everything is written; by default outputs/<date>/<time>-<recipe>
+  port=<port>                       on which the processes find each other; by default a free one
+  debug=true                        stack traces of errors
+
+flags:
+  --multirun, -m    one run for each combination of values given as name=a,b
+  --show            print the configuration and stop
+  --help, -h        this text
+
+examples:
+  hybridop fit recipe=quickstart
+  hybridop fit recipe=quickstart plan=auto
+  hybridop fit recipe=quickstart strategy.queries=4 trainer.max_steps=20
+  hybridop fit recipe=agnews_smollm2 cluster.zo_role=frozen
+  hybridop fit recipe=quickstart cluster=local_1bp
+  hybridop fit recipe=emulated_3b
+  hybridop fit recipe=quickstart strategy.queries=1,4 --multirun
+  torchrun --nproc-per-node 4 -m lightning_hybridop fit recipe=quickstart
+
+The overrides are Hydra's: lists, groups (+group=choice), new keys (+key=value) and removals (~key) work as there.
+"""
+
+_PLANNED = """\
+choices of each group (name=choice):
+{groups}
+
+options (name=value; --show prints all):
+  workload.rows=<rows> workload.length=<tokens>    the mini-batch
+  micro_batches=<M>               slices of a mini-batch; null takes the best
+  queries=<Q>                     perturbations per micro-batch; auto: as many as fit into idle time
+  exit_queries=<Q'>               further perturbations that leave at the last zo stage; auto: likewise
+  cluster.efficiency=<share>      share of the vendor's rates that a model reaches
+  cluster.link.bandwidth_mbit_s=<Mbit/s>    of the links
+  folder=<folder>                 where files are written; by default outputs/<date>/<time>-{name}
+  debug=true                      stack traces of errors
+"""
+
+PLAN = (
+    """\
+usage: hybridop plan [name=value ...] [--show]
+
+Lays a model's blocks over the devices of a cluster, so that a mini-batch takes the least time, and says what it will
+take. Writes plan.yaml (which `hybridop fit plan=<file>` and `hybridop simulate plan=<file>` read), stages.csv, plan.json
+and timeline.png.
+
+"""
+    + _PLANNED
+    + """\
+  objective=makespan|paper        what is minimised: the estimated iteration time, or the published formula
+  use_all=true                    leave no device out
+
+examples:
+  hybridop plan cluster=paper_3b workload=llama3_2_3b queries=12
+  hybridop plan cluster=paper_8b workload=llama3_1_8b queries=auto exit_queries=auto
+  hybridop plan cluster=local_2zo_2bp workload=smollm2_135m
+"""
+)
+
+SIMULATE = (
+    """\
+usage: hybridop simulate [name=value ...] [--html] [--show]
+
+Runs one mini-batch of a plan in simulated time: when each device does what, how busy it is, what it holds in memory and
+what energy it takes. Writes timeline.png, timeline.json (for Perfetto), devices.csv and simulation.json.
+
+"""
+    + _PLANNED
+    + """\
+  plan=<file>                     a plan in the place of the planner's own
+  schedule=hybridop|gpipe|1f1b    the order of the actions
+
+flags:
+  --html            also write simulation.html, one page with picture, table and every action under the pointer
+
+examples:
+  hybridop simulate cluster=paper_3b workload=llama3_2_3b queries=2 --html
+  hybridop simulate plan=plan.yaml cluster=paper_3b workload=llama3_2_3b schedule=gpipe
+"""
+)
+
+COMPARE = (
+    """\
+usage: hybridop compare [name=value ...] [--show]
+
+Simulates one mini-batch of every method, with and without the forward-only devices: GPipe, 1F1B, Chimera, AccPar, HDP,
+DAPPLE, Asteroid and HybridOP. Writes comparison.csv, comparison.json and comparison.png, one timeline per method.
+
+"""
+    + _PLANNED
+    + """\
+
+examples:
+  hybridop compare cluster=paper_3b workload=llama3_2_3b
+  hybridop compare cluster=paper_8b workload=llama3_1_8b queries=20
+"""
+)
+
+PROFILE = """\
+usage: hybridop profile [name=value ...] [--show]
+
+Measures how fast this machine runs one block, the embedding and the head of a model, forward and backward, and how much
+memory a process can have. The result is kept in your cache folder and used by plan=auto.
+
+choices of each group (name=choice):
+{groups}
+
+options (name=value; --show prints all):
+  rows=<rows> length=<tokens>     the micro-batch to measure with
+  device=<device>                 cpu, cuda:0 or npu:0
+  dtype=<dtype>                   float32, bfloat16 or float16
+  processes=<n>                   also measure the links between so many processes of this host
+  refresh=true                    measure again what the cache already has
+  folder=<folder>                 also write the profile there
+
+examples:
+  hybridop profile model=smollm2
+  hybridop profile model=smollm2 processes=2
+"""

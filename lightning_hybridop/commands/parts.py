@@ -1,0 +1,135 @@
+"""From a configuration to the plan of its run and the objects that carry it out."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from lightning_hybridop.commands.configuration import ConfigurationError
+from lightning_hybridop.commands.planned import (
+    AUTO,
+    configured_cluster,
+    configured_workload,
+    plan_costs,
+    predict,
+    simulated,
+)
+from lightning_hybridop.pipeline.emulation import Emulation
+from lightning_hybridop.planning.costs import layout_times
+from lightning_hybridop.planning.plan import Plan, Role, even_plan, load_plan
+from lightning_hybridop.planning.planner import plan_layout
+from lightning_hybridop.simulation.predict import with_prediction
+from lightning_hybridop.strategy import HybridOPStrategy
+
+PLAN_OPTIONS = ("micro_batches", "queries", "exit_queries", "schedule", "difference", "exit_baseline")
+"""The options of `strategy` that are part of a plan."""
+
+SHORT_ROWS = 64
+"""Tokens per row that plan=auto measures with where the data do not say how long their rows can be."""
+
+
+def run_plan(config: DictConfig) -> Plan:
+    """Return the plan of a run: a file's, the planner's for a cluster of devices, else an even split.
+
+    With `plan=auto` on a cluster of local processes the plan is made by those processes, once they have measured
+    themselves; the even split then says how many of them there are.
+    Raises PlanError or ConfigurationError when there is no such plan.
+    """
+    if config.plan is not None and config.plan != AUTO:
+        return load_plan(config.plan)
+    cluster = config.cluster
+    if "devices" in cluster:
+        return _planned(config)
+    if cluster.zo_role not in ("zo", "frozen"):
+        raise ConfigurationError(f"cluster.zo_role is {cluster.zo_role!r}, expected zo or frozen.")
+    plan = even_plan(
+        blocks=config.model.blocks or _count_blocks(config.model.name),
+        stages=cluster.zo_stages + cluster.bp_stages,
+        zo_stages=cluster.zo_stages,
+        **{name: config.strategy[name] for name in PLAN_OPTIONS},
+    )
+    stages = tuple(
+        dataclasses.replace(
+            stage,
+            role=cast(Role, cluster.zo_role) if stage.role == "zo" else stage.role,
+            device=cluster.device,
+        )
+        for stage in plan.stages
+    )
+    return dataclasses.replace(plan, stages=stages)
+
+
+def _planned(config: DictConfig) -> Plan:
+    prediction = predict(
+        configured_cluster(config),
+        configured_workload(config),
+        micro_batches=config.strategy.micro_batches,
+        queries=config.strategy.queries,
+        exit_queries=config.strategy.exit_queries,
+        objective="makespan",
+        use_all=False,
+    )
+    blocks = config.model.blocks or _count_blocks(config.model.name)
+    if prediction.plan.blocks != blocks:
+        raise ConfigurationError(
+            f"{config.model.name} has {blocks} blocks, but the workload {prediction.workload.architecture.name} that the "
+            f"cluster was planned for has {prediction.plan.blocks}; choose a workload and a model of as many blocks."
+        )
+    options = {name: config.strategy[name] for name in ("schedule", "difference", "exit_baseline")}
+    plan = dataclasses.replace(prediction.plan, **options)
+    scale = prediction.cluster.time_scale if prediction.cluster.emulate else 1.0
+    return with_prediction(plan, simulated(prediction, plan).simulation, time_scale=scale)
+
+
+def run_emulation(config: DictConfig, plan: Plan) -> Emulation | None:
+    """Return the times that the stages of a planned cluster keep to, if it is an emulated one."""
+    if "devices" not in config.cluster or not config.cluster.emulate or config.plan not in (None, AUTO):
+        return None
+    cluster = configured_cluster(config)
+    costs = plan_costs(cluster, configured_workload(config), plan)
+    stages, links = layout_times(costs, plan_layout(plan, costs))
+    return Emulation(stages=stages, links=links, time_scale=cluster.time_scale)
+
+
+def run_strategy(config: DictConfig, plan: Plan) -> HybridOPStrategy:
+    """Return the strategy of a run."""
+    if config.plan == AUTO and "devices" not in config.cluster:
+        made = factory(config.strategy)(
+            plan=AUTO,
+            stages=len(plan.stages),
+            zo_stages=config.cluster.zo_stages,
+            zo_role=config.cluster.zo_role,
+            mini_batch=(config.data.batch_size, config.data.get("max_length", SHORT_ROWS)),
+        )
+    else:
+        made = factory(config.strategy, without=PLAN_OPTIONS)(
+            plan=plan, emulation=run_emulation(config, plan)
+        )
+    return cast(HybridOPStrategy, made)
+
+
+def _count_blocks(name: str) -> int:
+    from transformers import AutoConfig  # slow to import, and not every model needs it
+
+    try:
+        configuration = AutoConfig.from_pretrained(Path(name).expanduser() if Path(name).is_dir() else name)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigurationError(
+            f"model.name={name} is neither a model's folder nor one that the Hugging Face hub delivers ({reason})."
+        ) from error
+    return int(configuration.get_text_config().num_hidden_layers)
+
+
+def factory(config: DictConfig, *, without: Sequence[str] = ()) -> Callable[..., Any]:
+    """Return what the configuration's `_target_` makes of its other options, less those in `without`.
+
+    Further arguments are passed to it as they are, and lists and mappings of the configuration as plain ones: OmegaConf's own
+    would stop a checkpoint from being loaded under `weights_only`.
+    """
+    options = {name: value for name, value in config.items() if name not in without}
+    made: Callable[..., Any] = instantiate(options, _convert_="all", _partial_=True)
+    return made

@@ -1,0 +1,175 @@
+"""From the configuration of `hybridop plan`, `simulate` and `compare` to a cluster, a workload and a plan for both."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_hybridop.commands.configuration import ConfigurationError, compose_runs
+from lightning_hybridop.devices.library import load_profiles
+from lightning_hybridop.planning.cluster import Cluster, cluster_from_dict
+from lightning_hybridop.planning.costs import Objective, PipelineCosts, pipeline_costs
+from lightning_hybridop.planning.plan import Plan
+from lightning_hybridop.planning.planner import PlannedPipeline, plan_pipeline
+from lightning_hybridop.planning.workload import Workload, workload_from_dict
+from lightning_hybridop.simulation.predict import (
+    device_power,
+    most_within_idle_time,
+    simulate_layout,
+    with_prediction,
+)
+from lightning_hybridop.simulation.simulator import Simulation
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A planned pipeline and its simulated mini-batch; `plan` carries the predicted figures."""
+
+    cluster: Cluster
+    workload: Workload
+    pipeline: PlannedPipeline
+    plan: Plan
+    simulation: Simulation
+
+
+def composed(command: str, overrides: Sequence[str]) -> tuple[DictConfig, Path]:
+    """Return the configuration of a command and the folder that its files go to, which must not hold any yet."""
+    run = compose_runs(command, overrides)[0]
+    if run.folder.is_dir() and any(run.folder.iterdir()):
+        raise ConfigurationError(
+            f"{run.folder} already holds files; pass another folder=, or remove that one."
+        )
+    return run.config, run.folder
+
+
+def configured_cluster(config: DictConfig) -> Cluster:
+    """Return the devices and links of `config.cluster`.
+
+    Raises ClusterError, or ConfigurationError for a cluster that only says how many processes this host runs.
+    """
+    if "devices" not in config.cluster:
+        raise ConfigurationError(
+            "This cluster says how many processes run on this host, not which devices there are; choose a cluster with "
+            "devices, or measure this host with `hybridop fit plan=auto`."
+        )
+    return cluster_from_dict(OmegaConf.to_container(config.cluster), load_profiles())
+
+
+def configured_workload(config: DictConfig) -> Workload:
+    """Return the mini-batch of `config.workload`; raises WorkloadError."""
+    if config.get("workload") is None:
+        raise ConfigurationError("There is no workload; pass workload=<name>, such as workload=llama3_2_3b.")
+    return workload_from_dict(OmegaConf.to_container(config.workload))
+
+
+def predict(
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    micro_batches: int | None,
+    queries: int | str,
+    exit_queries: int | str,
+    objective: str,
+    use_all: bool,
+) -> Prediction:
+    """Plan, raise what is `auto` to what fits into idle time (from Q = 1 and Q' = 0 on), and simulate a mini-batch.
+
+    Raises ConfigurationError for an unknown objective, and what the planner raises.
+    """
+    if objective not in ("makespan", "paper"):
+        raise ConfigurationError(f"objective is {objective!r}, expected makespan or paper.")
+    pipeline = plan_pipeline(
+        cluster,
+        workload,
+        micro_batches=micro_batches,
+        queries=_given("queries", queries, 1),
+        exit_queries=_given("exit_queries", exit_queries, 0),
+        objective=cast(Objective, objective),
+        use_all=use_all,
+    )
+    costs, plan = pipeline.costs, pipeline.plan
+    if queries == AUTO:
+        most = most_within_idle_time(costs, pipeline.layout, plan, "queries")
+        costs, plan = dataclasses.replace(costs, queries=most), dataclasses.replace(plan, queries=most)
+    if exit_queries == AUTO:
+        most = most_within_idle_time(costs, pipeline.layout, plan, "exit_queries")
+        costs = dataclasses.replace(costs, exit_queries=most)
+        plan = dataclasses.replace(plan, exit_queries=most)
+    pipeline = dataclasses.replace(pipeline, costs=costs, plan=plan)
+    return predicted(cluster, workload, pipeline)
+
+
+def predicted(cluster: Cluster, workload: Workload, pipeline: PlannedPipeline) -> Prediction:
+    """Return a planned pipeline with its simulated mini-batch."""
+    names = [pipeline.costs.devices[part.device].name for part in pipeline.layout]
+    simulation = simulate_layout(
+        pipeline.costs, pipeline.layout, pipeline.plan, power=device_power(cluster, names)
+    )
+    return Prediction(
+        cluster=cluster,
+        workload=workload,
+        pipeline=pipeline,
+        plan=with_prediction(pipeline.plan, simulation),
+        simulation=simulation,
+    )
+
+
+def simulated(prediction: Prediction, plan: Plan) -> Prediction:
+    """Return a prediction for another plan of the same stages, such as one of another schedule."""
+    pipeline = dataclasses.replace(prediction.pipeline, plan=plan)
+    return predicted(prediction.cluster, prediction.workload, pipeline)
+
+
+def plan_costs(cluster: Cluster, workload: Workload, plan: Plan) -> PipelineCosts:
+    """Return the costs of a workload on a cluster with the micro-batches and queries of a plan."""
+    return pipeline_costs(
+        cluster,
+        workload,
+        micro_batches=plan.micro_batches,
+        queries=plan.queries,
+        exit_queries=plan.exit_queries,
+        exit_baseline=plan.exit_baseline == "exit",
+    )
+
+
+def configured_prediction(config: DictConfig) -> Prediction:
+    """Return what `predict` makes of a configuration of these commands."""
+    return predict(
+        configured_cluster(config),
+        configured_workload(config),
+        micro_batches=config.micro_batches,
+        queries=config.queries,
+        exit_queries=config.exit_queries,
+        objective=config.objective,
+        use_all=config.use_all,
+    )
+
+
+def _given(name: str, value: int | str, start: int) -> int:
+    if value == AUTO:
+        return start
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigurationError(
+            f"{name}: found {value!r}, expected a whole number of at least 0, or {AUTO}."
+        )
+    return value
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write plain values as indented JSON."""
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def drawn(draw: Callable[[], None]) -> str | None:
+    """Draw a picture; return why there is none, if matplotlib is missing."""
+    try:
+        draw()
+    except ModuleNotFoundError as error:
+        return str(error)
+    return None

@@ -1,0 +1,39 @@
+"""The library of device profiles: one YAML file each in `library/`, with the source of every figure."""
+
+import difflib
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from types import MappingProxyType
+
+import yaml
+
+from lightning_hybridop.planning.cluster import ClusterError, DeviceProfile, profile_from_dict
+
+
+@cache
+def load_profiles() -> Mapping[str, DeviceProfile]:
+    """Return all profiles by name, in alphabetical order. The mapping is shared: it cannot be changed."""
+    folder = files("lightning_hybridop.devices") / "library"
+    entries = sorted(
+        (entry for entry in folder.iterdir() if entry.name.endswith(".yaml")), key=lambda e: e.name
+    )
+    profiles = (
+        profile_from_dict(yaml.safe_load(entry.read_text(encoding="utf-8")), where=entry.name)
+        for entry in entries
+    )
+    return MappingProxyType({profile.name: profile for profile in profiles})
+
+
+def load_profile(name: str) -> DeviceProfile:
+    """Return the profile of that name.
+
+    Raises:
+        ClusterError: there is none; the nearest names are suggested.
+    """
+    profiles = load_profiles()
+    if name not in profiles:
+        near = difflib.get_close_matches(name, profiles, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(profiles)}."
+        raise ClusterError(f"There is no device profile {name!r}; {hint}")
+    return profiles[name]

@@ -1,0 +1,1 @@
+"""The simulator: what a way to train would cost on given devices, before anything runs."""

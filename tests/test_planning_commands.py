@@ -1,0 +1,169 @@
+"""`hybridop plan`, `simulate` and `compare`, as a user calls them."""
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from lightning_hybridop.cli import main
+from lightning_hybridop.planning.plan import load_plan
+from lightning_hybridop.simulation.baselines import BASELINES
+
+ONE = "[{profile: jetson-orin-nx-16gb}]"
+NPUS = "[{profile: atlas-200i-dk-a2, count: 4}]"
+SMALL = ("workload=smollm2_135m", "workload.dtype=float16")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def done(arguments: Sequence[str], capfd: pytest.CaptureFixture[str]) -> str:
+    """Return what a command that works prints."""
+    code = main(arguments)
+    written = capfd.readouterr()
+    assert (code, written.err) == (0, "")
+    return written.out
+
+
+def failure_of(arguments: Sequence[str], capfd: pytest.CaptureFixture[str]) -> str:
+    """Return the one line that a failing command writes."""
+    assert main(arguments) == 1
+    written = capfd.readouterr()
+    assert written.out == ""
+    (line,) = written.err.splitlines()
+    return line.removeprefix("hybridop: ")
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate", "compare", "profile"])
+def test_every_command_answers_help_and_shows_its_configuration(
+    command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert f"usage: hybridop {command}" in done([command, "--help"], capfd)
+    assert f"name: {command}" in done([command, "--show"], capfd)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "workload"), [("paper_3b", "llama3_2_3b"), ("paper_8b", "llama3_1_8b")]
+)
+def test_a_plan_can_be_simulated_again(
+    cluster: str, workload: str, elsewhere: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    on = [f"cluster={cluster}", f"workload={workload}"]
+    printed = done(["plan", *on, "queries=2", "folder=planned"], capfd)
+    plan = load_plan("planned/plan.yaml")
+    assert plan.predicted is not None
+
+    assert {path.name for path in (elsewhere / "planned").iterdir()} == {
+        *("plan.yaml", "plan.json", "stages.csv", "timeline.png")
+    }
+    assert f"{plan.predicted.iteration_seconds:.3f} s" in printed
+    with Path("planned/stages.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["device"] for row in rows] == [stage.name for stage in plan.stages]
+    for row, mib in zip(rows, plan.predicted.memory_mib, strict=True):
+        assert float(row["memory_gb"]) * 1e9 == pytest.approx(mib * 2**20)
+        assert float(row["memory_gb"]) <= float(row["memory_available_gb"])
+
+    done(["simulate", *on, "plan=planned/plan.yaml", "folder=simulated", "--html"], capfd)
+    simulated = json.loads(Path("simulated/simulation.json").read_text(encoding="utf-8"))
+    assert simulated["iteration_seconds"] == pytest.approx(plan.predicted.iteration_seconds, rel=1e-4)
+    assert "<svg" in Path("simulated/simulation.html").read_text(encoding="utf-8")
+    last = max(action["end"] for action in simulated["actions"])
+    assert last == pytest.approx(simulated["iteration_seconds"])
+
+
+def test_another_schedule_is_simulated_on_the_same_stages(capfd: pytest.CaptureFixture[str]) -> None:
+    done(["simulate", "schedule=gpipe", "folder=gpipe"], capfd)
+    done(["simulate", "folder=own"], capfd)
+    both = [json.loads(Path(name, "simulation.json").read_text(encoding="utf-8")) for name in ("gpipe", "own")]
+
+    assert [values["plan"]["schedule"] for values in both] == ["gpipe", "hybridop"]
+    assert both[0]["plan"]["stages"] == both[1]["plan"]["stages"]
+    assert both[0]["iteration_seconds"] > both[1]["iteration_seconds"]
+
+
+def test_auto_fills_idle_time_and_lengthens_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    # Fast forward-only devices with little memory: they hold few blocks, and idle. A head of 128,256 words would take
+    # them longer than their blocks.
+    fast = "{profile: atlas-200i-dk-a2, count: 2, memory_gb: 1, forward_tflops: {float16: 20}}"
+    devices = f"cluster.devices=[{fast}, {{profile: jetson-orin-nano-8gb, count: 4}}]"
+    light = ["plan", "workload.architecture.vocabulary=1000", devices]
+    done([*light, "folder=one"], capfd)
+    done([*light, "folder=auto", "queries=auto", "exit_queries=auto"], capfd)
+    one, filled = load_plan("one/plan.yaml"), load_plan("auto/plan.yaml")
+    assert one.predicted is not None
+    assert filled.predicted is not None
+
+    assert filled.queries + filled.exit_queries > one.queries
+    assert filled.predicted.iteration_seconds == pytest.approx(one.predicted.iteration_seconds)
+    assert filled.predicted.comu_ti > one.predicted.comu_ti
+
+
+def test_every_method_is_compared_with_and_without_npus(
+    elsewhere: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    printed = done(["compare", "folder=compared"], capfd)
+    rows = json.loads(Path("compared/comparison.json").read_text(encoding="utf-8"))["methods"]
+
+    assert {path.name for path in (elsewhere / "compared").iterdir()} == {
+        *("comparison.csv", "comparison.json", "comparison.png")
+    }
+    for method in BASELINES:
+        assert method in printed, printed
+        assert [row["with_npus"] for row in rows if row["method"] == method][:2] in ([True, False], [True])
+    for row in rows:
+        assert (row["iteration_seconds"] is None) == (row["reason"] is not None)
+        if row["iteration_seconds"] is not None:
+            assert 0 < row["comu_ti"] <= 1
+            assert row["samples_per_second"] == pytest.approx(8 / row["iteration_seconds"])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["cluster.usable_memory=0.1"], "GB"),
+        (["cluster.devices=[]"], "devices: found none, expected at least one; add a line with a profile."),
+        (["cluster.link.bandwidth_mbit_s=-1"], "link.bandwidth_mbit_s: found -1, expected a number above 0."),
+        (["+cluster.devices.0.memry_gb=4"], "devices[0].memry_gb: unknown field; did you mean memory_gb?"),
+        (["cluster.devices=[{profile: jetson}]"], "devices[0].profile: there is no profile 'jetson'"),
+        (
+            ["cluster.devices=[{profile: atlas-200i-a2-20t},{profile: jetson-orin-nx-16gb}]"],
+            "atlas-200i-a2-20t-0: its memory is unknown; set memory_gb",
+        ),
+        (["workload.dtype=float32"], "float32 is unknown"),
+        (["workload.rows=0"], "rows: found 0, expected a whole number of at least 1."),
+        (["queries=-1"], "queries: found -1, expected a whole number of at least 0, or auto."),
+        (["queries=many"], "queries: found 'many', expected a whole number of at least 0, or auto."),
+        (["objective=speed"], "objective is 'speed', expected makespan or paper."),
+        (["cluster=local_2bp"], "This cluster says how many processes run on this host"),
+        (["cluster=paper_4b"], "There is no cluster=paper_4b; choose from:"),
+    ],
+)
+def test_what_cannot_be_planned_gets_one_sentence_and_leaves_no_folder(
+    options: list[str], said: str, elsewhere: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert said in failure_of(["plan", *options], capfd)
+    assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"), [(ONE, "one device"), (NPUS, "every stage learns from perturbations alone")]
+)
+def test_an_odd_cluster_is_planned_with_a_word_about_it(
+    devices: str, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    printed = done(["plan", *SMALL, f"cluster.devices={devices}"], capfd)
+    assert said in " ".join(printed.split()).lower()
+
+
+def test_a_used_folder_is_not_written_into(elsewhere: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    done(["plan", "folder=same"], capfd)
+    assert "already holds files" in failure_of(["plan", "folder=same"], capfd)
