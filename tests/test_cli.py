@@ -128,7 +128,7 @@ def test_unknown_command_names_the_nearest(capfd: pytest.CaptureFixture[str]) ->
         (["cluster.bp_stages=3"], "stages: found 5 stages for 4 blocks"),
         (["plan=missing.yaml"], "plan: cannot read missing.yaml"),
         (["plan=missing.yaml", "strategy.queries=2"], "strategy.queries and plan= contradict each other"),
-        (["model.name=./missing"], "model.name=./missing is neither a model's folder nor"),
+        (["model.name=./missing"], "The model folder ./missing does not exist"),
         (["data=agnews", "data.train=a.csv", "data.test=b.csv"], "The AG News file b.csv does not exist"),
         (["port=0"], "port=0 is no port number"),
         (["port=http"], "port=http is no port number"),

@@ -50,9 +50,7 @@ def test_every_command_answers_help_and_shows_its_configuration(
     assert f"name: {command}" in done([command, "--show"], capfd)
 
 
-@pytest.mark.parametrize(
-    ("cluster", "workload"), [("paper_3b", "llama3_2_3b"), ("paper_8b", "llama3_1_8b")]
-)
+@pytest.mark.parametrize(("cluster", "workload"), [("paper_3b", "llama3_2_3b"), ("paper_8b", "llama3_1_8b")])
 def test_a_plan_can_be_simulated_again(
     cluster: str, workload: str, elsewhere: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,7 +81,9 @@ def test_a_plan_can_be_simulated_again(
 def test_another_schedule_is_simulated_on_the_same_stages(capfd: pytest.CaptureFixture[str]) -> None:
     done(["simulate", "schedule=gpipe", "folder=gpipe"], capfd)
     done(["simulate", "folder=own"], capfd)
-    both = [json.loads(Path(name, "simulation.json").read_text(encoding="utf-8")) for name in ("gpipe", "own")]
+    both = [
+        json.loads(Path(name, "simulation.json").read_text(encoding="utf-8")) for name in ("gpipe", "own")
+    ]
 
     assert [values["plan"]["schedule"] for values in both] == ["gpipe", "hybridop"]
     assert both[0]["plan"]["stages"] == both[1]["plan"]["stages"]

@@ -59,6 +59,10 @@ def compare(overrides: Sequence[str]) -> None:
     ]
     missing = drawn(lambda: draw_panels(panels, folder / "comparison.png"))
     console.print(comparison_table(rows))
+    console.print(
+        "ratio: how many times as long as HybridOP with NPUs; paper: the ratio that the paper claims, where it is known.",
+        highlight=False,
+    )
     for result in results:
         if result.reason is not None:
             console.print(f"{result_name(result)}: {result.reason}", highlight=False)

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 from hydra.utils import instantiate
@@ -17,6 +16,7 @@ from lightning_hybridop.commands.planned import (
     predict,
     simulated,
 )
+from lightning_hybridop.modules.language_models import load_configuration
 from lightning_hybridop.pipeline.emulation import Emulation
 from lightning_hybridop.planning.costs import layout_times
 from lightning_hybridop.planning.plan import Plan, Role, even_plan, load_plan
@@ -45,11 +45,14 @@ def run_plan(config: DictConfig) -> Plan:
         return _planned(config)
     if cluster.zo_role not in ("zo", "frozen"):
         raise ConfigurationError(f"cluster.zo_role is {cluster.zo_role!r}, expected zo or frozen.")
+    options = {name: config.strategy[name] for name in PLAN_OPTIONS}
+    if config.plan == AUTO and options["micro_batches"] is None:
+        del options["micro_batches"]
     plan = even_plan(
         blocks=config.model.blocks or _count_blocks(config.model.name),
         stages=cluster.zo_stages + cluster.bp_stages,
         zo_stages=cluster.zo_stages,
-        **{name: config.strategy[name] for name in PLAN_OPTIONS},
+        **options,
     )
     stages = tuple(
         dataclasses.replace(
@@ -97,11 +100,15 @@ def run_emulation(config: DictConfig, plan: Plan) -> Emulation | None:
 def run_strategy(config: DictConfig, plan: Plan) -> HybridOPStrategy:
     """Return the strategy of a run."""
     if config.plan == AUTO and "devices" not in config.cluster:
+        if config.cluster.zo_role != "zo":
+            raise ConfigurationError(
+                f"plan=auto plans for zo stages that learn, but cluster.zo_role is {config.cluster.zo_role}; run it once, "
+                "and give the stages that role in the plan.yaml that it leaves."
+            )
         made = factory(config.strategy)(
             plan=AUTO,
             stages=len(plan.stages),
             zo_stages=config.cluster.zo_stages,
-            zo_role=config.cluster.zo_role,
             mini_batch=(config.data.batch_size, config.data.get("max_length", SHORT_ROWS)),
         )
     else:
@@ -112,16 +119,7 @@ def run_strategy(config: DictConfig, plan: Plan) -> HybridOPStrategy:
 
 
 def _count_blocks(name: str) -> int:
-    from transformers import AutoConfig  # slow to import, and not every model needs it
-
-    try:
-        configuration = AutoConfig.from_pretrained(Path(name).expanduser() if Path(name).is_dir() else name)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise ConfigurationError(
-            f"model.name={name} is neither a model's folder nor one that the Hugging Face hub delivers ({reason})."
-        ) from error
-    return int(configuration.get_text_config().num_hidden_layers)
+    return int(load_configuration(name).get_text_config().num_hidden_layers)
 
 
 def factory(config: DictConfig, *, without: Sequence[str] = ()) -> Callable[..., Any]:

@@ -27,10 +27,13 @@ from lightning_hybridop.planning.planner import PlannedPipeline, plan_layout
 from lightning_hybridop.reporting.gantt import draw_timeline
 from lightning_hybridop.reporting.page import write_page
 from lightning_hybridop.reporting.perfetto import write_trace
-from lightning_hybridop.reporting.predictions import simulation_panel, stage_cells, write_csv
+from lightning_hybridop.reporting.predictions import (
+    STAGE_COLUMNS,
+    simulation_panel,
+    stage_cells,
+    write_csv,
+)
 from lightning_hybridop.schedules import SCHEDULES
-
-COLUMNS = ("stage", "device", "role", "blocks", "busy s", "busy", "memory GB", "of GB", "energy J")
 
 
 def simulate(overrides: Sequence[str], *, html: bool) -> None:
@@ -121,6 +124,6 @@ def _write_page(prediction: Prediction, path: Path, rows: Sequence[dict[str, obj
             f"iteration {simulation.makespan:.3f} s · {workload.rows / simulation.makespan:.3f} samples/s · "
             f"Comu_ti {simulation.comu_ti:.0%}",
         ),
-        columns=COLUMNS,
+        columns=STAGE_COLUMNS,
         rows=[stage_cells(row) for row in rows],
     )

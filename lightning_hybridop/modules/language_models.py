@@ -21,6 +21,7 @@ from transformers import (
 
 from lightning_hybridop.devices.cache import CACHE_VARIABLE, cache_folder
 from lightning_hybridop.modules.cached_folders import built_folder
+from lightning_hybridop.modules.progress import without_progress_bars
 from lightning_hybridop.modules.random_models import random_blocks, random_model_folder
 
 SMOLLM2 = "smollm2"
@@ -58,7 +59,7 @@ def load_language_model(
     """
     with _readable(name_or_path):
         source = _source(name_or_path)
-        with _without_progress_bars():
+        with without_progress_bars():
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     return cast(PreTrainedModel, model), load_tokenizer(name_or_path)
 
@@ -163,16 +164,3 @@ def _readable(name_or_path: str | Path) -> Iterator[None]:
             f"{name_or_path} is neither a readable folder with a causal language model nor a model that the "
             f"Hugging Face hub delivers ({reason.rstrip('.')}): check the name, or pass '{SMOLLM2}'."
         ) from error
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    # Every process of a pipeline reads the model: their bars would fill the screen.
-    logging = transformers.utils.logging
-    enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if enabled:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

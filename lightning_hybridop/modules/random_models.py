@@ -10,6 +10,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, TokenizersBackend
 
 from lightning_hybridop.modules.cached_folders import built_folder
+from lightning_hybridop.modules.progress import without_progress_bars
 
 _NAME = re.compile(r"random-(\d+)-blocks")
 
@@ -46,7 +47,7 @@ def random_model_folder(blocks: int) -> Path:
             bos_token_id=1,
             eos_token_id=1,
         )
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), without_progress_bars():
             torch.manual_seed(0)
             LlamaForCausalLM(config).save_pretrained(folder)
 

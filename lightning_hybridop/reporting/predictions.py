@@ -23,6 +23,9 @@ HYBRIDOP = "HybridOP"
 # is public, and it gives none of these figures.
 CLAIMED_SPEEDUPS: Mapping[tuple[str, bool], float] = {}
 
+STAGE_COLUMNS = ("stage", "device", "role", "blocks", "busy s", "busy", "GB", "of GB", "J")
+"""Headings of the texts of `stage_cells`."""
+
 Row = Mapping[str, Any]
 """One row of a table: plain values by column name, None where unknown."""
 
@@ -47,10 +50,10 @@ def stage_rows(plan: Plan, simulation: Simulation, *, memory: Sequence[float]) -
 
 def stage_table(rows: Sequence[Row]) -> Table:
     """Return the rows of `stage_rows` as a table for the terminal."""
-    table = Table(title="Stages", title_justify="left", box=box.SIMPLE_HEAD)
-    for column in ("stage", "device", "role", "blocks", "busy s", "busy", "memory GB", "of GB", "energy J"):
+    table = Table(title="Stages", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in STAGE_COLUMNS:
         text = column in ("device", "role", "blocks")
-        table.add_column(column, justify="left" if text else "right")
+        table.add_column(column, justify="left" if text else "right", no_wrap=True)
     for row in rows:
         table.add_row(*stage_cells(row))
     return table
@@ -119,12 +122,23 @@ def result_name(result: MethodResult) -> str:
 
 def comparison_table(rows: Sequence[Row]) -> Table:
     """Return a table with one row per method, the rows of `comparison_rows`."""
-    table = Table(title="Comparison", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title="One mini-batch", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in (
-        *("method", "NPUs", "iteration s", "samples/s", "Comu_ti", "peak memory GB", "J/sample"),
-        *("HybridOP is faster by", "paper's claim"),
+        "method",
+        "NPUs",
+        "s",
+        "samples/s",
+        "Comu_ti",
+        "max GB",
+        "J/sample",
+        "× HybridOP",
+        "paper ×",
     ):
-        table.add_column(column, justify="left" if column in ("method", "NPUs") else "right")
+        table.add_column(
+            column,
+            justify="left" if column in ("method", "NPUs") else "right",
+            no_wrap=column != "method",
+        )
     for row in rows:
         table.add_row(*comparison_cells(row))
     return table
@@ -139,14 +153,14 @@ def comparison_cells(row: Row) -> tuple[str, ...]:
     memory = number("peak_memory_gb", "{:.2f}") + (" !" if row["over_memory"] else "")
     return (
         row["method"],
-        "with" if row["with_npus"] else "without",
+        "yes" if row["with_npus"] else "no",
         number("iteration_seconds", "{:.2f}"),
         number("samples_per_second", "{:.3f}"),
         number("comu_ti", "{:.0%}"),
         memory,
         number("energy_per_sample_j", "{:.0f}"),
-        number("hybridop_speedup", "{:.2f} ×"),
-        number("claimed_speedup", "{:.2f} ×"),
+        number("hybridop_speedup", "{:.2f}"),
+        number("claimed_speedup", "{:.2f}"),
     )
 
 

@@ -69,7 +69,19 @@ def run_summary(
             _number(None if comu_ti is None else comu_ti[index], "{:.1%}"),
             _number(None if peak_memory_mib is None else peak_memory_mib[index], "{:,.0f}"),
         )
-    return Group(learnt, stages)
+    return Group(learnt, stages, *prediction_lines(plan))
+
+
+def prediction_lines(plan: Plan) -> list[str]:
+    """Return a line that compares what was predicted of a plan with what was measured; none where either is missing."""
+    predicted, measured = plan.predicted, plan.measured
+    if predicted is None or measured is None:
+        return []
+    deviation = measured.iteration_seconds / predicted.iteration_seconds - 1
+    return [
+        f"iteration: predicted {predicted.iteration_seconds:.3f} s, measured {measured.iteration_seconds:.3f} s "
+        f"({deviation:+.1%}) · Comu_ti: predicted {predicted.comu_ti:.1%}, measured {measured.comu_ti:.1%}"
+    ]
 
 
 def plan_table(plan: Plan) -> Table:

@@ -66,9 +66,9 @@ def compare(
     if has_zo:
         planned = partial(_planned, cluster, workload, costs)
         methods += [
-            ("HybridOP, zo stages at the tail", True, partial(hybridop_tail, costs)),
-            ("HybridOP, paper's objective", True, partial(planned, objective="paper", use_all=True)),
-            ("HybridOP, may leave devices out", True, partial(planned, objective="makespan", use_all=False)),
+            ("HybridOP (tail)", True, partial(hybridop_tail, costs)),
+            ("HybridOP (paper)", True, partial(planned, objective="paper", use_all=True)),
+            ("HybridOP (free)", True, partial(planned, objective="makespan", use_all=False)),
             ("HybridOP", True, partial(planned, objective="makespan", use_all=True)),
         ]
     methods.append(("HybridOP", False, partial(_bp_alone, cluster, workload, costs)))

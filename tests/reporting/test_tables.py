@@ -1,10 +1,11 @@
+import dataclasses
 import io
 
 import pytest
 from rich.console import Console, RenderableType
 
-from lightning_hybridop.planning.plan import Plan
-from lightning_hybridop.reporting.tables import Change, plan_table, run_summary
+from lightning_hybridop.planning.plan import Figures, Plan
+from lightning_hybridop.reporting.tables import Change, plan_table, prediction_lines, run_summary
 
 
 def rows(table: RenderableType) -> list[list[str]]:
@@ -62,3 +63,14 @@ def test_plan_table_shows_every_field_of_a_stage(plan: Plan) -> None:
     assert "schedule hybridop · M = 1 · Q = 1 · Q' = 1 · forward difference" in " ".join(
         cell for row in shown for cell in row
     )
+
+
+def test_a_prediction_stands_beside_what_was_measured(plan: Plan) -> None:
+    predicted = Figures(iteration_seconds=2.0, comu_ti=0.5, memory_mib=(1.0, 2.0))
+    measured = Figures(iteration_seconds=2.1, comu_ti=0.45, memory_mib=(3.0, 4.0))
+
+    assert prediction_lines(plan) == []
+    assert prediction_lines(dataclasses.replace(plan, predicted=predicted)) == []
+    assert prediction_lines(dataclasses.replace(plan, predicted=predicted, measured=measured)) == [
+        "iteration: predicted 2.000 s, measured 2.100 s (+5.0%) · Comu_ti: predicted 50.0%, measured 45.0%"
+    ]
