@@ -14,8 +14,9 @@ from lightning_hybridop.devices.library import load_profiles
 from lightning_hybridop.planning.cluster import Cluster, cluster_from_dict
 from lightning_hybridop.planning.costs import Objective, PipelineCosts, pipeline_costs
 from lightning_hybridop.planning.plan import Plan
-from lightning_hybridop.planning.planner import PlannedPipeline, plan_pipeline
+from lightning_hybridop.planning.planner import PlannedPipeline
 from lightning_hybridop.planning.workload import Workload, workload_from_dict
+from lightning_hybridop.simulation.planning import plan_by_simulation
 from lightning_hybridop.simulation.predict import (
     device_power,
     most_within_idle_time,
@@ -84,7 +85,7 @@ def predict(
     """
     if objective not in ("makespan", "paper"):
         raise ConfigurationError(f"objective is {objective!r}, expected makespan or paper.")
-    pipeline = plan_pipeline(
+    pipeline = plan_by_simulation(
         cluster,
         workload,
         micro_batches=micro_batches,
@@ -92,7 +93,7 @@ def predict(
         exit_queries=_given("exit_queries", exit_queries, 0),
         objective=cast(Objective, objective),
         use_all=use_all,
-    )
+    ).pipeline
     costs, plan = pipeline.costs, pipeline.plan
     if queries == AUTO:
         most = most_within_idle_time(costs, pipeline.layout, plan, "queries")

@@ -116,6 +116,19 @@ def test_hybridop_is_what_the_planner_makes_of_all_devices(method: str, objectiv
     assert len(simulation.devices) == 4
 
 
+def test_hybridop_may_leave_devices_out() -> None:
+    slow = replace(NPU, name="slow", forward_tflops={"float16": 0.001})
+
+    results = compare(cluster(slow, GPU, GPU), WORKLOAD, micro_batches=4, queries=2)
+
+    free, everyone = (row(results, method, True) for method in ("HybridOP (free)", "HybridOP"))
+    assert free.simulation is not None
+    assert everyone.simulation is not None
+    assert "slow-0" not in {device.name for device in free.simulation.devices}
+    assert "left out" in free.description
+    assert len(everyone.simulation.devices) == 3
+
+
 def test_all_methods_cut_the_mini_batch_alike_but_for_accpar() -> None:
     results = compare(MIXED, WORKLOAD, micro_batches=4, queries=2)
 

@@ -75,6 +75,16 @@ def test_what_is_sent(types: tuple[Partition, ...], expected: list[tuple[str, fl
     assert collectives(PAIR, *types) == expected
 
 
+def test_gradients_come_back_from_the_last_layer_to_the_first() -> None:
+    costs = cluster_costs(equal(2, blocks=3), micro_batches=1, rows=2.0, transfer=1.0)
+
+    assert [name for name, _ in collectives(costs, ROWS, ROWS, INPUTS, OUTPUTS, ROWS)][-3:] == [
+        "exchange of gradient",  # the head has rows, block 2 needs columns
+        "all-reduce of gradient",  # of block 2's input
+        "exchange of gradient",  # block 1 has columns, block 0 needs rows
+    ]
+
+
 @pytest.mark.parametrize("transfer", [0.0, 0.5, 4.0])
 @pytest.mark.parametrize("adapter_bytes", [0.0, 1.0, 20.0])
 @pytest.mark.parametrize("micro_batches", [1, 2])

@@ -73,9 +73,9 @@ def test_memory_moves_blocks() -> None:
 
 
 def test_memory_counts_the_micro_batches_in_flight() -> None:
-    devices = [device(f"gpu-{i}", blocks=2, resident=10.0, kept=4.0, memory=13.0) for i in range(2)]
+    devices = [device(f"gpu-{i}", blocks=2, resident=10.0, kept=4.0, memory=17.0) for i in range(2)]
 
-    # The first of two stages holds two micro-batches of 4 bytes beside its 10.
+    # One stage needs 28 bytes; the first of two holds two micro-batches of 4 bytes beside its 10.
     with pytest.raises(BaselineError, match="No pipeline of replicated stages fits"):
         asteroid(cluster_costs(devices, micro_batches=2))
     assert asteroid(cluster_costs(equal(2, blocks=2, resident=10.0, kept=4.0, memory=18.0), micro_batches=2))

@@ -86,3 +86,13 @@ def test_blocks_go_where_memory_is() -> None:
     assert max(figures.memory for figures in simulate(hdp(costs).program).devices) <= 160
     # Nothing fits: an even split, which goes over.
     assert [figures.memory for figures in simulate(hdp(tight).program).devices] == pytest.approx([130, 140])
+
+
+def test_activations_count_for_every_micro_batch_in_flight() -> None:
+    # The head is worth two blocks: 4 + 2 blocks would be balanced, but the first device keeps two micro-batches of 12
+    # bytes beside its 240, and has 260. With 3 + 3 it takes 230 + 18, the other one 230 + 9 + 20.
+    costs = cluster_costs(
+        equal(2, blocks=6, resident=10.0, kept=3.0, memory=260.0, ends=2.0), micro_batches=2
+    )
+
+    assert [figures.memory for figures in simulate(hdp(costs).program).devices] == [248, 259]

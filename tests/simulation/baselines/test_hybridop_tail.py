@@ -92,7 +92,7 @@ def test_exit_queries_count_as_queries() -> None:
     st.integers(4, 6),
     st.integers(1, 4),
     st.integers(0, 3),
-    st.sampled_from([float("inf"), 40.0, 30.0]),
+    st.sampled_from([float("inf"), 60.0, 45.0]),
 )
 @settings(max_examples=60, deadline=None)
 def test_the_split_is_the_best_one_by_the_papers_formula(
@@ -105,6 +105,7 @@ def test_the_split_is_the_best_one_by_the_papers_formula(
             speed=speed,
             zo=role,
             resident=10.0,
+            kept=4.0,
             memory=memory,
         )
         for role, speeds in ((False, bp), (True, zo))
