@@ -120,32 +120,27 @@ def result_name(result: MethodResult) -> str:
     return f"{result.method}, {'with' if result.with_npus else 'without'} NPUs"
 
 
+COMPARISON_COLUMNS = ("method", "s", "samples/s", "Comu_ti", "max GB", "J/sample", "ratio", "paper")
+"""Headings of the texts of `comparison_cells`."""
+
+
 def comparison_table(rows: Sequence[Row]) -> Table:
-    """Return a table with one row per method, the rows of `comparison_rows`."""
+    """Return a table with one row per method, the rows of `comparison_rows`: first with NPUs, then without."""
     table = Table(title="One mini-batch", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in (
-        "method",
-        "NPUs",
-        "s",
-        "samples/s",
-        "Comu_ti",
-        "max GB",
-        "J/sample",
-        "× HybridOP",
-        "paper ×",
-    ):
-        table.add_column(
-            column,
-            justify="left" if column in ("method", "NPUs") else "right",
-            no_wrap=column != "method",
-        )
-    for row in rows:
-        table.add_row(*comparison_cells(row))
+    for column in COMPARISON_COLUMNS:
+        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+    for with_npus, heading in ((True, "with NPUs"), (False, "without NPUs")):
+        part = [row for row in rows if row["with_npus"] is with_npus]
+        if part:
+            table.add_row(f"[bold]{heading}[/bold]")
+        for row in part:
+            table.add_row(*comparison_cells(row))
+        table.add_section()
     return table
 
 
 def comparison_cells(row: Row) -> tuple[str, ...]:
-    """Return one row of a comparison as texts; a method that cannot run says why in the place of its figures."""
+    """Return one row of a comparison as texts; figures of a method that cannot run are dashes."""
 
     def number(name: str, form: str) -> str:
         return UNKNOWN if row[name] is None else form.format(row[name])
@@ -153,7 +148,6 @@ def comparison_cells(row: Row) -> tuple[str, ...]:
     memory = number("peak_memory_gb", "{:.2f}") + (" !" if row["over_memory"] else "")
     return (
         row["method"],
-        "yes" if row["with_npus"] else "no",
         number("iteration_seconds", "{:.2f}"),
         number("samples_per_second", "{:.3f}"),
         number("comu_ti", "{:.0%}"),
@@ -165,11 +159,17 @@ def comparison_cells(row: Row) -> tuple[str, ...]:
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Write rows as CSV, the first row's names as header, unknown values empty."""
+    """Write rows as CSV, the first row's names as header, unknown values empty, mappings as `name: value; ...`."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows({name: _csv_value(value) for name, value in row.items()} for row in rows)
+
+
+def _csv_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return "; ".join(f"{name}: {part}" for name, part in value.items())
+    return value
 
 
 def simulation_panel(simulation: Simulation, title: str) -> Panel:

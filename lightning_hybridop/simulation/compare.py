@@ -8,10 +8,10 @@ from functools import partial
 from lightning_hybridop.planning.cluster import Cluster
 from lightning_hybridop.planning.costs import Objective, PipelineCosts, pipeline_costs
 from lightning_hybridop.planning.infeasible import InfeasibleError
-from lightning_hybridop.planning.planner import plan_pipeline
 from lightning_hybridop.planning.workload import Workload
 from lightning_hybridop.simulation.baselines import BASELINES, Baseline, BaselineError, hybridop_tail
 from lightning_hybridop.simulation.baselines.common import named_range, only_devices
+from lightning_hybridop.simulation.planning import plan_by_simulation
 from lightning_hybridop.simulation.predict import device_power
 from lightning_hybridop.simulation.program import layout_program
 from lightning_hybridop.simulation.simulator import Simulation, simulate
@@ -84,7 +84,7 @@ def _planned(
     use_all: bool,
 ) -> Baseline:
     """Return the program of HybridOP as planned for these devices, with the M, Q and Q' of `costs`."""
-    found = plan_pipeline(
+    found = plan_by_simulation(
         cluster,
         workload,
         micro_batches=costs.micro_batches,
@@ -92,7 +92,7 @@ def _planned(
         exit_queries=costs.exit_queries,
         objective=objective,
         use_all=use_all,
-    )
+    ).pipeline
     stages = "; ".join(
         f"{found.costs.devices[part.device].name} ({'zo' if found.costs.devices[part.device].zo else 'bp'}): "
         f"{named_range(part.first, part.last)}"

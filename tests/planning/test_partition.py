@@ -233,6 +233,13 @@ def sized(name: str, *, memory: float, zo: bool = False, blocks: int = 4) -> Dev
             "No layout fits into memory: nano needs 3.00 GB or more and has 2.50 GB; 0.50 GB more on this device alone "
             "would be enough.",
         ),
+        # Rounded so that following the advice is enough.
+        (
+            costs_of(dataclasses.replace(sized("nano", memory=3.0088), resident=(1.0011 * GB,) * 4)),
+            False,
+            "No layout fits into memory: nano needs 4.01 GB or more and has 3.00 GB; 1.00 GB more on this device alone "
+            "would be enough.",
+        ),
         (
             costs_of(sized("nano", memory=0.5), sized("board", zo=True, memory=0.9)),
             False,
