@@ -1,6 +1,6 @@
 """What the simulator predicts beside what the engine measures, on the paper's clusters emulated by local processes.
 
-    python benchmarks/prediction.py [--clusters paper_3b paper_8b] [--steps 4] [--output outputs/benchmarks]
+    python benchmarks/prediction.py [--clusters paper_3b paper_8b] [--steps 3] [--seconds 6] [--output outputs/benchmarks]
 
 Every case is a real run: as many processes as devices, Gloo, and a tiny model of as many blocks whose stages and links
 take as long as those of the cluster would, times a time scale. Prints one row per case and the median and the worst
@@ -21,6 +21,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -48,8 +49,6 @@ CASES = (
     ("1f1b", 8, 1, 0),
     ("1f1b", 8, 3, 0),
 )
-# A mini-batch of a case takes about so many seconds: long enough for overheads of milliseconds not to matter.
-SECONDS = 6.0
 LIMIT = 1800.0
 
 
@@ -70,14 +69,20 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--clusters", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=6.0,
+        help="what a mini-batch is scaled to: long enough for overheads of milliseconds not to matter",
+    )
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"))
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     console = Console()
     rows = []
     for name in options.clusters:
-        cases = planned_cases(name)
+        cases = planned_cases(name, seconds=options.seconds)
         console.print(f"{name}: {len(cases)} runs of {len(cases[0].plan.stages)} processes")
         measured = run(cases, steps=options.steps)
         rows += [row(case, *figures) for case, figures in zip(cases, measured, strict=True)]
@@ -90,7 +95,7 @@ def main() -> int:
     return 0
 
 
-def planned_cases(name: str) -> list[Case]:
+def planned_cases(name: str, *, seconds: float) -> list[Case]:
     """Return the cases of one cluster, each with the planner's layout of all of its devices."""
     from lightning_hybridop.pipeline.emulation import Emulation
 
@@ -108,7 +113,7 @@ def planned_cases(name: str) -> list[Case]:
         plan = dataclasses.replace(pipeline.plan, schedule=schedule)
         stages, links = layout_times(pipeline.costs, pipeline.layout)
         simulation = simulate_layout(pipeline.costs, pipeline.layout, plan)
-        scale = SECONDS / simulation.makespan
+        scale = seconds / simulation.makespan
         cases.append(
             Case(
                 cluster=name,
@@ -233,11 +238,29 @@ def row(case: Case, seconds: float, comu_ti: float) -> dict[str, Any]:
 
 def report(console: Console, rows: list[dict[str, Any]]) -> None:
     """Print the rows, and the median and the worst deviation."""
-    table = Table(title="Predicted and measured iterations")
-    for name in rows[0]:
-        table.add_column(name, justify="right")
+    table = Table(title="Predicted and measured", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in (
+        "cluster",
+        "schedule",
+        "M",
+        "Q",
+        "Q'",
+        "predicted s",
+        "measured s",
+        "off",
+        "Comu_ti",
+        "points off",
+    ):
+        table.add_column(name, justify="left" if name in ("cluster", "schedule") else "right", no_wrap=True)
     for values in rows:
-        table.add_row(*(str(value) for value in values.values()))
+        table.add_row(
+            *(str(values[name]) for name in ("cluster", "schedule", "M", "Q", "Q'")),
+            f"{values['predicted_s']:.3f}",
+            f"{values['measured_s']:.3f}",
+            f"{values['deviation']:+.1%}",
+            f"{values['predicted_comu_ti']:.1%}",
+            f"{values['comu_ti_points']:+.1f}",
+        )
     console.print(table)
     deviations = [abs(values["deviation"]) for values in rows]
     points = [abs(values["comu_ti_points"]) for values in rows]

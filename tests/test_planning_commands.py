@@ -167,3 +167,22 @@ def test_an_odd_cluster_is_planned_with_a_word_about_it(
 def test_a_used_folder_is_not_written_into(elsewhere: Path, capfd: pytest.CaptureFixture[str]) -> None:
     done(["plan", "folder=same"], capfd)
     assert "already holds files" in failure_of(["plan", "folder=same"], capfd)
+
+
+def test_a_measured_profile_takes_the_place_of_one_of_the_library(
+    elsewhere: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    profile = "name: bench\nforward_tflops: {float16: 2}\nbackward_tflops: {float16: 2}\nmemory_gb: 16\n"
+    for efficiency, folder in (("1.0", "own"), ("null", "shared")):
+        (elsewhere / f"{folder}.yaml").write_text(f"{profile}efficiency: {efficiency}\n", encoding="utf-8")
+        done(["plan", *SMALL, f"cluster.devices=[{{profile: {folder}.yaml, count: 2}}]", f"folder={folder}"], capfd)
+    own, shared = load_plan("own/plan.yaml"), load_plan("shared/plan.yaml")
+    assert own.predicted is not None
+    assert shared.predicted is not None
+
+    assert [stage.name for stage in own.stages] == ["bench-0", "bench-1"]
+    # The cluster's efficiency of 0.4 is for rates that nobody measured.
+    assert shared.predicted.iteration_seconds > 2 * own.predicted.iteration_seconds
+    assert "cannot read missing.yaml" in failure_of(
+        ["plan", "cluster.devices=[{profile: missing.yaml}]"], capfd
+    )

@@ -77,7 +77,7 @@ and timeline.png.
 examples:
   hybridop plan cluster=paper_3b workload=llama3_2_3b queries=12
   hybridop plan cluster=paper_8b workload=llama3_1_8b queries=auto exit_queries=auto
-  hybridop plan cluster=local_2zo_2bp workload=smollm2_135m
+  hybridop plan workload=smollm2_135m 'cluster.devices=[{{profile: measured/profile.yaml, count: 2}}]'
 """
 )
 

@@ -10,8 +10,8 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_hybridop.commands.configuration import ConfigurationError, compose_runs
-from lightning_hybridop.devices.library import load_profiles
-from lightning_hybridop.planning.cluster import Cluster, cluster_from_dict
+from lightning_hybridop.devices.library import load_profiles, read_profile
+from lightning_hybridop.planning.cluster import Cluster, DeviceProfile, cluster_from_dict
 from lightning_hybridop.planning.costs import Objective, PipelineCosts, pipeline_costs
 from lightning_hybridop.planning.plan import Plan
 from lightning_hybridop.planning.planner import PlannedPipeline
@@ -59,7 +59,15 @@ def configured_cluster(config: DictConfig) -> Cluster:
             "This cluster says how many processes run on this host, not which devices there are; choose a cluster with "
             "devices, or measure this host with `hybridop fit plan=auto`."
         )
-    return cluster_from_dict(OmegaConf.to_container(config.cluster), load_profiles())
+    values = OmegaConf.to_container(config.cluster)
+    return cluster_from_dict(values, {**load_profiles(), **_profile_files(config)})
+
+
+def _profile_files(config: DictConfig) -> dict[str, DeviceProfile]:
+    """Return the profiles that a cluster takes from files, such as `hybridop profile` writes, by the files' names."""
+    named = [entry.get("profile") for entry in config.cluster.devices or () if isinstance(entry, DictConfig)]
+    paths = [name for name in named if isinstance(name, str) and name.endswith((".yaml", ".yml"))]
+    return {path: read_profile(Path(path)) for path in paths}
 
 
 def configured_workload(config: DictConfig) -> Workload:

@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from types import MappingProxyType
 
 import yaml
@@ -23,6 +24,23 @@ def load_profiles() -> Mapping[str, DeviceProfile]:
         for entry in entries
     )
     return MappingProxyType({profile.name: profile for profile in profiles})
+
+
+def read_profile(path: Path) -> DeviceProfile:
+    """Return the profile in a YAML file.
+
+    Raises:
+        ClusterError: the file cannot be read, is not YAML, or holds no profile.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ClusterError(
+            f"profile: cannot read {path} ({error.strerror}); give the path of a profile's YAML file."
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ClusterError(f"profile: {path} is not a YAML file ({' '.join(str(error).split())}).") from error
+    return profile_from_dict(values, where=str(path))
 
 
 def load_profile(name: str) -> DeviceProfile:

@@ -190,6 +190,7 @@ def measured_profile(measured: Measured, *, name: str | None = None) -> DevicePr
         title=setting.device_name,
         forward_only=measured.block_backward is None,
         **profile,
+        efficiency=1.0,
         memory_gb=measured.memory_bytes / 1e9,
         sources={name: source for name, rate in profile.items() if rate}
         | {"memory_gb": "measured: what a process could have before the model was there"},

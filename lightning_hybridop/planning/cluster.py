@@ -19,7 +19,8 @@ class DeviceProfile:
     """What is known of one kind of device, in one power mode; None where a figure is unknown.
 
     Rates are dense TFLOP/s by dtype, memory in GB (1e9 bytes), its bandwidth in GB/s, power in W. `efficiency` is the
-    share of a rate that a model reaches: 1 for measured rates, an assumption for a vendor's peak. The head has
+    share of a rate that a model reaches: 1 for measured rates, an assumption for a vendor's peak; None leaves it to the
+    cluster. The head has
     rates of its own where they were measured. A device without backward rates cannot back-propagate; one that is
     `forward_only` could, but so slowly that HybridOP gives it the role zo. `sources` says where each figure is from.
 
@@ -34,7 +35,7 @@ class DeviceProfile:
     backward_tflops: Mapping[str, float] = field(default_factory=dict)
     head_forward_tflops: Mapping[str, float] = field(default_factory=dict)
     head_backward_tflops: Mapping[str, float] = field(default_factory=dict)
-    efficiency: float = 1.0
+    efficiency: float | None = None
     memory_gb: float | None = None
     memory_bandwidth_gb_s: float | None = None
     busy_w: float | None = None
@@ -54,8 +55,7 @@ class DeviceProfile:
             raise ClusterError(
                 f"{self.name}.forward_only: found {self.forward_only!r}, expected true or false."
             )
-        check_number(f"{self.name}.efficiency", self.efficiency, error=ClusterError)
-        for name in ("memory_gb", "memory_bandwidth_gb_s", "busy_w", "idle_w"):
+        for name in ("efficiency", "memory_gb", "memory_bandwidth_gb_s", "busy_w", "idle_w"):
             value = getattr(self, name)
             if value is not None:
                 check_number(f"{self.name}.{name}", value, error=ClusterError)
@@ -164,7 +164,7 @@ def cluster_from_dict(values: Any, profiles: Mapping[str, DeviceProfile]) -> Clu
     """Return the cluster that plain containers describe.
 
     Each entry of `devices` names a profile of `profiles`, and may have a `count`, a `name` and figures of the profile
-    that it replaces. `efficiency` is that of all devices that do not say otherwise. Each entry of `links` has
+    that it replaces. `efficiency` is that of all devices whose profiles do not say otherwise. Each entry of `links` has
     `between` (two names), `bandwidth_mbit_s` and `latency_ms`.
 
     Raises:
@@ -214,8 +214,9 @@ def _devices(
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ClusterError(f"{where}.count: found {count!r}, expected a whole number of at least 1.")
     known = {f.name: getattr(profiles[name], f.name) for f in dataclasses.fields(DeviceProfile)}
-    shared = {} if efficiency is None else {"efficiency": efficiency}
-    profile = profile_from_dict({**known, **shared, **given, "name": name}, where=where)
-    label = label or name
+    if known["efficiency"] is None:
+        known["efficiency"] = efficiency
+    profile = profile_from_dict({**known, **given, "name": known["name"]}, where=where)
+    label = label or profile.name
     names = [label] if count == 1 and entry.get("name") else [f"{label}-{i}" for i in range(count)]
     return [Device(name=each, profile=profile) for each in names]

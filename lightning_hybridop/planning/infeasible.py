@@ -14,7 +14,8 @@ from lightning_hybridop.planning.costs import Layout, PipelineCosts, layout_memo
 from lightning_hybridop.planning.kinds import device_kinds
 from lightning_hybridop.planning.pipelines import Pipelines, layout_of, pipelines, stage_steps
 from lightning_hybridop.planning.search import Found, best_chain
-from lightning_hybridop.planning.search_bounds import Links, Step
+from lightning_hybridop.planning.search_bounds import Links
+from lightning_hybridop.planning.steps import Step
 
 
 class InfeasibleError(ValueError):

@@ -11,7 +11,8 @@ from lightning_hybridop.planning.infeasible import infeasible
 from lightning_hybridop.planning.kinds import Kind, link_between_kinds
 from lightning_hybridop.planning.pipelines import Pipelines, layout_of, pipelines, stage_steps
 from lightning_hybridop.planning.search import Found, best_chain
-from lightning_hybridop.planning.search_bounds import Links, Step
+from lightning_hybridop.planning.search_bounds import Links
+from lightning_hybridop.planning.steps import Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

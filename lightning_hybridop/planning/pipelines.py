@@ -8,7 +8,7 @@ from lightning_hybridop.planning.chains import Level, Turn, chains
 from lightning_hybridop.planning.costs import Assignment, DeviceCosts, Layout, PipelineCosts
 from lightning_hybridop.planning.kinds import Kind, device_kinds
 from lightning_hybridop.planning.search import Chain
-from lightning_hybridop.planning.search_bounds import Step
+from lightning_hybridop.planning.steps import Step, Steps, joined_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +42,8 @@ def pipelines(costs: PipelineCosts, *, use_all: bool) -> Iterator[Pipelines]:
         yield Pipelines(kinds=group, levels=chains(counts, zo, most=most, use_all=use_all))
 
 
-def stage_steps(
-    costs: PipelineCosts, searched: Pipelines, step: Callable[[int, Place], Step]
-) -> list[list[Step]]:
-    """Return the step of every turn by level; `step` gives that of a kind in a place, and is asked once for each."""
+def stage_steps(costs: PipelineCosts, searched: Pipelines, step: Callable[[int, Place], Step]) -> Steps:
+    """Return the steps of every turn by level; `step` gives that of a kind in a place, and is asked once for each."""
     known: dict[tuple[int, Place], Step] = {}
     rows = []
     for behind, level in enumerate(searched.levels):
@@ -56,7 +54,7 @@ def stage_steps(
                 known[turn.kind, place] = step(turn.kind, place)
             row.append(known[turn.kind, place])
         rows.append(row)
-    return rows
+    return joined_steps(searched.levels, rows)
 
 
 def _place(costs: PipelineCosts, device: DeviceCosts, turn: Turn, behind: int) -> Place:

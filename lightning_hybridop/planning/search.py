@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from lightning_hybridop.planning.candidate_stages import Floats
 from lightning_hybridop.planning.chains import Indices, Level
 from lightning_hybridop.planning.ladders import finer_ladders, first_ladders, within_ladders
-from lightning_hybridop.planning.search_bounds import Bounds, Links, Step, bounds
+from lightning_hybridop.planning.search_bounds import Bounds, Links, bounds
+from lightning_hybridop.planning.steps import Steps
 
 # Values that differ by less than this share count as equal, or rounding would make the search look at all of them.
 PRECISION = 1e-10
@@ -37,15 +38,14 @@ class Found:
 class _Ends:
     """Ends of pipelines of one length: they stand at `node` of their level and cover the blocks from `block` on.
 
-    `sums` and `parts` are by `[criterion, end]`, `columns` say where the bounds for these parts stand. `parents` are
-    the ends of the level before, `value` bounds what can become of them.
+    `sums` and `parts` are by `[criterion, end]`. `parents` are the ends of the level before, `value` bounds what can
+    become of them.
     """
 
     block: Indices
     node: Indices
     sums: Floats
     parts: Floats
-    columns: Indices
     parents: Indices
     value: Floats
 
@@ -55,7 +55,6 @@ class _Ends:
             node=self.node[which],
             sums=self.sums[:, which],
             parts=self.parts[:, which],
-            columns=self.columns[:, which],
             parents=self.parents[which],
             value=self.value[which],
         )
@@ -79,7 +78,7 @@ class _Extensions:
 
 def best_chain(
     levels: Sequence[Level],
-    steps: Sequence[Sequence[Step]],
+    steps: Steps,
     links: Links,
     *,
     counts: Sequence[int],
@@ -92,9 +91,9 @@ def best_chain(
     the best pipeline is no worse than that.
     """
     found, limit, width = None, below, _WIDTH
-    ladders = first_ladders(levels, steps, links, counts, limit=limit)
+    ladders = first_ladders(steps, links, counts, limit=limit)
     while True:
-        steps = within_ladders(steps, ladders)
+        steps, links = within_ladders(steps, links, ladders)
         table = bounds(levels, steps, links, ladders)
         if not np.isfinite(table.whole(0)).any():
             return found
@@ -108,21 +107,16 @@ def best_chain(
 
 
 def _beam(
-    levels: Sequence[Level],
-    steps: Sequence[Sequence[Step]],
-    links: Links,
-    table: Bounds,
-    *,
-    limit: float,
-    width: int,
+    levels: Sequence[Level], steps: Steps, links: Links, table: Bounds, *, limit: float, width: int
 ) -> tuple[Found | None, float]:
     """Return the best pipeline found below `limit`, and a bound on the value of all that were not looked at."""
     ends = _no_end(table)
     history = [ends]
     found, unseen = None, np.inf
-    for number, (level, row) in enumerate(zip(levels[:-1], steps, strict=False)):
-        ends = _extended(_extensions(level, row), level, links, table, number, ends, limit)
-        whole = np.flatnonzero((ends.block == 0) & levels[number + 1].complete[ends.node])
+    for number in range(1, len(levels)):
+        added = _extensions(levels[number - 1], steps, steps.spans[number - 1])
+        ends = _extended(added, levels[number - 1], links, table, number, ends, limit)
+        whole = np.flatnonzero((ends.block == 0) & levels[number].complete[ends.node])
         if len(whole):
             best = int(whole[np.argmin(ends.value[whole])])
             limit = float(ends.value[best])
@@ -140,30 +134,28 @@ def _beam(
 
 def _no_end(table: Bounds) -> _Ends:
     """Return the one end that has no stage yet. No largest part will be below the least that a whole pipeline has."""
-    floors = [ladder.least[np.argmax(np.isfinite(table.whole(c)))] for c, ladder in enumerate(table.ladders)]
-    parts = np.array(floors)[:, None]
+    parts = [[ladder.least[np.argmax(np.isfinite(table.whole(c)))]] for c, ladder in enumerate(table.ladders)]
     zero = np.zeros(1, dtype=np.int64)
     return _Ends(
-        block=zero + table.within[0].shape[1] - 1,
+        block=zero + table.tables[0].shape[1] - 1,
         node=zero,
-        sums=np.zeros_like(parts),
-        parts=parts,
-        columns=_columns(table, parts),
+        sums=np.zeros((len(parts), 1)),
+        parts=np.array(parts),
         parents=zero,
         value=np.zeros(1),
     )
 
 
-def _extensions(level: Level, steps: Sequence[Step]) -> _Extensions:
+def _extensions(level: Level, steps: Steps, spans: Sequence[tuple[int, int]]) -> _Extensions:
     targets = np.full((len(level.turns), len(level.complete)), -1)
     for index, turn in enumerate(level.turns):
         targets[index, turn.sources] = turn.targets[turn.leads_to]
-    sizes = [step.sums.shape[1] for step in steps]
+    rows = np.concatenate([np.arange(*span) for span in spans])
     return _Extensions(
-        turn=np.repeat(np.arange(len(steps)), sizes),
-        size=np.concatenate([np.arange(1, size + 1) for size in sizes]),
-        sums=np.concatenate([step.sums for step in steps], axis=1),
-        parts=np.concatenate([step.peaks for step in steps], axis=1),
+        turn=np.repeat(np.arange(len(spans)), [behind - first for first, behind in spans]),
+        size=steps.sizes[rows],
+        sums=steps.sums[:, rows],
+        parts=steps.peaks[:, rows],
         kinds=np.array([turn.kind for turn in level.turns]),
         targets=targets,
     )
@@ -175,33 +167,19 @@ def _extended(
     """Return what the ends become with one more stage, as far as they can stay below the limit."""
     limit *= 1 - PRECISION
     behind = level.kinds[ends.node]
-    link_sums, link_parts = links.sums[:, added.kinds][..., behind], links.peaks[:, added.kinds][..., behind]
-    highest = np.array([ladder.most[-1] for ladder in table.ladders])
-    linked = (added.targets[:, ends.node] >= 0) & (link_parts <= highest[:, None, None]).all(axis=0)
-    sums = added.sums[:, :, ends.block] + (ends.sums[:, None] + link_sums)[:, added.turn]
-    possible = linked[added.turn] & (added.size[:, None] <= ends.block)
-    row, parents = np.nonzero(possible & (sums + ends.parts[:, None] < limit).all(axis=0))
+    linked = ends.sums[:, None] + links.sums[:, added.kinds][..., behind]
+    linked = np.where(added.targets[:, ends.node] >= 0, linked, np.inf)
+    sums = added.sums[:, :, ends.block] + linked[:, added.turn]
+    possible = (sums + ends.parts[:, None] < limit).all(axis=0) & (added.size[:, None] <= ends.block)
+    row, parents = np.nonzero(possible)
     sums, turn, block = sums[:, row, parents], added.turn[row], ends.block[parents]
     parts = np.maximum(ends.parts[:, parents], added.parts[:, row, block])
-    parts = np.maximum(parts, link_parts[:, turn, parents])
-    columns = _columns(table, parts)
+    parts = np.maximum(parts, links.peaks[:, added.kinds[turn], behind[parents]])
     node = added.targets[turn, ends.node[parents]]
     block = block - added.size[row]
-    within = table.within[number + 1][node, block, columns]
-    above = table.above[number + 1][node, block, columns]
-    value = (sums + np.minimum(within + parts, above)).max(axis=0)
-    return _Ends(
-        block=block, node=node, sums=sums, parts=parts, columns=columns, parents=parents, value=value
-    ).pick(value < limit)
-
-
-def _columns(table: Bounds, parts: Floats) -> Indices:
-    """Return the column of each part, by `[criterion, end]`."""
-    return np.stack(
-        [
-            start + ladder.rungs(each)
-            for start, ladder, each in zip(table.starts, table.ladders, parts, strict=True)
-        ]
+    value = table.value(number, node, block, sums, parts)
+    return _Ends(block=block, node=node, sums=sums, parts=parts, parents=parents, value=value).pick(
+        value < limit
     )
 
 

@@ -17,7 +17,7 @@ def random_costs(seed: int, *, blocks: int, devices: int) -> PipelineCosts:
     link = LinkTimes(transfer=draw.uniform(0, 0.5), latency=draw.uniform(0, 0.3))
     for a, b in itertools.combinations(range(devices), 2):
         if not shared:
-            link = LinkTimes(transfer=draw.uniform(0, 2), latency=draw.uniform(0, 1))
+            link = LinkTimes(transfer=draw.uniform(0, draw.choice([2, 20])), latency=draw.uniform(0, 1))
         # Whole numbers, so that many layouts are equally good.
         links[a][b] = links[b][a] = LinkTimes(transfer=1.0, latency=0.0) if whole_numbers else link
     return PipelineCosts(

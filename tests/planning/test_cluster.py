@@ -105,7 +105,13 @@ def test_without_an_efficiency_each_profile_keeps_its_own() -> None:
     values = {name: value for name, value in VALUES.items() if name != "efficiency"}
 
     cluster = cluster_from_dict(values, {"npu": replace(NPU, efficiency=0.9), "gpu": GPU})
-    assert [device.profile.efficiency for device in cluster.devices] == [0.9, 0.9, 1.0]
+    assert [device.profile.efficiency for device in cluster.devices] == [0.9, 0.9, None]
+
+
+def test_a_profile_that_knows_its_efficiency_keeps_it() -> None:
+    cluster = cluster_from_dict({**VALUES, "efficiency": 0.4}, {"npu": replace(NPU, efficiency=0.9), "gpu": GPU})
+
+    assert [device.profile.efficiency for device in cluster.devices] == [0.9, 0.9, 0.4]
 
 
 def test_only_keeps_the_links_of_the_devices_that_stay() -> None:

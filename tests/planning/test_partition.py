@@ -6,6 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_hybridop.planning.costs import (
+    Assignment,
     DeviceCosts,
     LinkTimes,
     Objective,
@@ -193,6 +194,15 @@ def test_the_order_follows_the_links() -> None:
     costs = costs_of(*(device(name, blocks=3) for name in "abc"), links=links)
 
     assert [part.device for part in best_layout(costs, use_all=True).layout] in ([0, 2, 1], [1, 2, 0])
+
+
+def test_a_link_that_would_be_busiest_is_not_used() -> None:
+    # Two stages: 4 + 12 once over the link + 7 x 12 on it, 100 in all; one stage: 8 micro-batches of 12.
+    links = ((LinkTimes(), LinkTimes(transfer=12.0)), (LinkTimes(transfer=12.0), LinkTimes()))
+    costs = costs_of(device("a"), device("b"), links=links, micro_batches=8)
+
+    assert best_layout(costs, use_all=True).value == 100
+    assert best_layout(costs) == PlannedLayout(layout=(Assignment(device=0, first=0, last=4),), value=96.0)
 
 
 def test_a_stage_that_needs_exactly_what_there_is_fits() -> None:

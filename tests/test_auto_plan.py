@@ -1,0 +1,32 @@
+import pytest
+from torch import nn
+
+from lightning_hybridop import HybridOPStrategy
+from lightning_hybridop.auto_plan import _language_model
+from lightning_hybridop.pipeline.anatomy import CutError
+from lightning_hybridop.planning.plan import PlanError
+from tests.tiny import TinyModule
+
+
+def test_the_language_model_and_its_adapter_are_found() -> None:
+    config, lora = _language_model(TinyModule())
+
+    assert config.num_hidden_layers == 6
+    assert lora is not None
+    assert lora.r == 2
+
+
+def test_a_module_without_a_language_model_is_refused() -> None:
+    module = TinyModule()
+    module.model = nn.Linear(2, 2)
+
+    with pytest.raises(CutError, match="plan='auto' measures the blocks of a Hugging Face model"):
+        _language_model(module)
+
+
+def test_bad_options_are_refused_before_anything_is_measured() -> None:
+    with pytest.raises(ValueError, match="mini_batch is \\(0, 5\\)"):
+        HybridOPStrategy(plan="auto", mini_batch=(0, 5))
+    with pytest.raises(PlanError, match="micro_batches: found None"):
+        HybridOPStrategy(micro_batches=None)
+    HybridOPStrategy(plan="auto", micro_batches=None)
