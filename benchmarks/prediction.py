@@ -245,11 +245,11 @@ def report(console: Console, rows: list[dict[str, Any]]) -> None:
         "M",
         "Q",
         "Q'",
-        "predicted s",
-        "measured s",
+        "predicted",
+        "measured",
         "off",
         "Comu_ti",
-        "points off",
+        "points",
     ):
         table.add_column(name, justify="left" if name in ("cluster", "schedule") else "right", no_wrap=True)
     for values in rows:

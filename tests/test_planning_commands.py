@@ -79,8 +79,8 @@ def test_a_plan_can_be_simulated_again(
 
 
 def test_another_schedule_is_simulated_on_the_same_stages(capfd: pytest.CaptureFixture[str]) -> None:
-    done(["simulate", "schedule=gpipe", "folder=gpipe"], capfd)
-    done(["simulate", "folder=own"], capfd)
+    done(["simulate", "use_all=true", "schedule=gpipe", "folder=gpipe"], capfd)
+    done(["simulate", "use_all=true", "folder=own"], capfd)
     both = [
         json.loads(Path(name, "simulation.json").read_text(encoding="utf-8")) for name in ("gpipe", "own")
     ]
@@ -103,7 +103,8 @@ def test_auto_fills_idle_time_and_lengthens_nothing(capfd: pytest.CaptureFixture
     assert filled.predicted is not None
 
     assert filled.queries + filled.exit_queries > one.queries
-    assert filled.predicted.iteration_seconds == pytest.approx(one.predicted.iteration_seconds)
+    # A list schedule may even end earlier with more work.
+    assert filled.predicted.iteration_seconds <= one.predicted.iteration_seconds * (1 + 1e-6)
     assert filled.predicted.comu_ti > one.predicted.comu_ti
 
 
@@ -175,7 +176,10 @@ def test_a_measured_profile_takes_the_place_of_one_of_the_library(
     profile = "name: bench\nforward_tflops: {float16: 2}\nbackward_tflops: {float16: 2}\nmemory_gb: 16\n"
     for efficiency, folder in (("1.0", "own"), ("null", "shared")):
         (elsewhere / f"{folder}.yaml").write_text(f"{profile}efficiency: {efficiency}\n", encoding="utf-8")
-        done(["plan", *SMALL, f"cluster.devices=[{{profile: {folder}.yaml, count: 2}}]", f"folder={folder}"], capfd)
+        done(
+            ["plan", *SMALL, f"cluster.devices=[{{profile: {folder}.yaml, count: 2}}]", f"folder={folder}"],
+            capfd,
+        )
     own, shared = load_plan("own/plan.yaml"), load_plan("shared/plan.yaml")
     assert own.predicted is not None
     assert shared.predicted is not None

@@ -109,7 +109,9 @@ def test_without_an_efficiency_each_profile_keeps_its_own() -> None:
 
 
 def test_a_profile_that_knows_its_efficiency_keeps_it() -> None:
-    cluster = cluster_from_dict({**VALUES, "efficiency": 0.4}, {"npu": replace(NPU, efficiency=0.9), "gpu": GPU})
+    cluster = cluster_from_dict(
+        {**VALUES, "efficiency": 0.4}, {"npu": replace(NPU, efficiency=0.9), "gpu": GPU}
+    )
 
     assert [device.profile.efficiency for device in cluster.devices] == [0.9, 0.9, 0.4]
 
