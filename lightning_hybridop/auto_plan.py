@@ -1,7 +1,7 @@
 """`plan="auto"`: every rank measures itself and its links, rank 0 plans, and all ranks get its plan."""
 
 import dataclasses
-import os
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,12 +12,13 @@ from peft import LoraConfig, PeftModel
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lightning_hybridop.devices.cache import load_measured, save_measured
+from lightning_hybridop.devices.host import available_memory
 from lightning_hybridop.devices.measure import Measured, measure, measured_profile, measured_setting
 from lightning_hybridop.pipeline.anatomy import Anatomy, CutError
 from lightning_hybridop.pipeline.exchange import broadcast_json, gather_json
 from lightning_hybridop.pipeline.links import MeasuredLink, measure_links
 from lightning_hybridop.pipeline.ownership import block_dtype
-from lightning_hybridop.planning.cluster import Cluster, Device, profile_from_dict
+from lightning_hybridop.planning.cluster import BYTES_PER_GB, Cluster, Device, profile_from_dict
 from lightning_hybridop.planning.plan import Plan, plan_from_dict, plan_to_dict
 from lightning_hybridop.planning.planner import plan_pipeline
 from lightning_hybridop.planning.workload import Adapter, Workload, architecture_from_config
@@ -30,14 +31,16 @@ def place_by_measuring(
     *,
     device: torch.device,
     forward_only: bool,
+    processes_here: int,
     mini_batch: tuple[int, int],
     options: Mapping[str, Any],
 ) -> tuple[Plan, list[int]]:
     """Return the planner's plan with one stage per rank, and the rank of each stage. Collective.
 
-    `device` is what this rank computes on, `forward_only` whether its stage is zo. `mini_batch` is the number of rows and
-    of tokens per row to plan for; `options` are further fields of the plan, of which `micro_batches` may be None: the
-    planner then chooses. Measurements are read from the cache where it has them.
+    `device` is what this rank computes on, `forward_only` whether its stage is zo, `processes_here` how many ranks this
+    host has. `mini_batch` is the number of rows and of tokens per row to plan for; `options` are further fields of the
+    plan, of which `micro_batches` may be None: the planner then chooses. Times are read from the cache where it has them;
+    memory is that of now.
 
     Raises:
         CutError: the module has no Hugging Face model to measure.
@@ -47,16 +50,24 @@ def place_by_measuring(
     rows, length = mini_batch
     dtype = block_dtype(module.get_submodule(f"{anatomy.blocks_name}.0"))
     micro_batches = options["micro_batches"]
+    # Processes of one host share its cores and its memory.
+    sharing = processes_here if device.type == "cpu" else 1
+    memory = available_memory(device) / sharing
     measured = _measured(
-        config, lora, device=device, dtype=dtype, rows=max(1, rows // (micro_batches or 4)), length=length
+        config,
+        lora,
+        sharing=sharing,
+        device=device,
+        dtype=dtype,
+        rows=max(1, rows // (micro_batches or 4)),
+        length=length,
     )
     architecture = architecture_from_config(config.to_dict(), name=measured.setting.model)
     profile = measured_profile(measured, name=f"rank {dist.get_rank()}")
     mine = {
         **dataclasses.asdict(profile),
         "forward_only": forward_only,
-        # Processes of one host share its memory.
-        "memory_gb": (profile.memory_gb or 0.0) / _neighbours(device),
+        "memory_gb": memory / BYTES_PER_GB,
     }
     profiles = gather_json([mine, measured.activation_elements])
     links = measure_links()
@@ -91,6 +102,7 @@ def _planned(cluster: Cluster, workload: Workload, options: Mapping[str, Any]) -
         micro_batches=options["micro_batches"],
         queries=options["queries"],
         exit_queries=options["exit_queries"],
+        exit_baseline=options["exit_baseline"],
         use_all=True,
     )
     others = {name: value for name, value in options.items() if name != "micro_batches"}
@@ -118,6 +130,7 @@ def _measured(
     config: PretrainedConfig,
     lora: LoraConfig | None,
     *,
+    sharing: int,
     device: torch.device,
     dtype: torch.dtype,
     rows: int,
@@ -127,7 +140,7 @@ def _measured(
 
     At the same time, because that is how the stages of one host will share its cores.
     """
-    model = f"{config.model_type}-{config.get_text_config().hidden_size}-{_neighbours(device)}-beside"
+    model = _measured_name(config, sharing)
     asked: dict[str, Any] = {"device": device, "dtype": dtype, "rows": rows, "length": length, "lora": lora}
     known = load_measured(measured_setting(model=model, **asked))
     # One rank that measures alone would find an idle host.
@@ -140,9 +153,11 @@ def _measured(
     return found
 
 
-def _neighbours(device: torch.device) -> int:
-    """Return how many processes of this host share what the device computes with."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
+def _measured_name(config: PretrainedConfig, sharing: int) -> str:
+    """Return what the cache calls a model measured by `sharing` processes at a time: another for any other block."""
+    sizes = architecture_from_config(config.to_dict())
+    block = hashlib.sha256(repr(dataclasses.replace(sizes, blocks=1)).encode()).hexdigest()[:8]
+    return f"{config.model_type}-{sizes.hidden}-{block}-{sharing}-beside"
 
 
 def _language_model(module: LightningModule) -> tuple[PretrainedConfig, LoraConfig | None]:

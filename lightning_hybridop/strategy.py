@@ -420,6 +420,8 @@ class HybridOPStrategy(ParallelStrategy):
             anatomy,
             device=self.compute_device,
             forward_only=forward_only,
+            # torchrun says how many there are; a launcher of Lightning starts those of the plan.
+            processes_here=int(os.environ.get("LOCAL_WORLD_SIZE", self.num_processes)),
             mini_batch=self._mini_batch,
             options=self._plan_options,
         )

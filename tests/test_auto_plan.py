@@ -1,8 +1,10 @@
+import copy
+
 import pytest
 from torch import nn
 
 from lightning_hybridop import HybridOPStrategy
-from lightning_hybridop.auto_plan import _language_model
+from lightning_hybridop.auto_plan import _language_model, _measured_name
 from lightning_hybridop.pipeline.anatomy import CutError
 from lightning_hybridop.planning.plan import PlanError
 from tests.tiny import TinyModule
@@ -30,3 +32,15 @@ def test_bad_options_are_refused_before_anything_is_measured() -> None:
     with pytest.raises(PlanError, match="micro_batches: found None"):
         HybridOPStrategy(micro_batches=None)
     HybridOPStrategy(plan="auto", micro_batches=None)
+
+
+def test_a_measurement_is_only_reused_for_equal_blocks() -> None:
+    config, _ = _language_model(TinyModule())
+    longer, wider = copy.deepcopy(config), copy.deepcopy(config)
+    longer.num_hidden_layers += 1
+    wider.intermediate_size += 1
+
+    name = _measured_name(config, 2)
+    assert _measured_name(longer, 2) == name
+    assert _measured_name(wider, 2) != name
+    assert _measured_name(config, 3) != name

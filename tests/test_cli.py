@@ -351,3 +351,25 @@ def wait_until(condition: Callable[[], bool], *, seconds: float) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.2)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(LONGEST_RUN)
+def test_an_emulated_cluster_is_planned_and_takes_its_time(model: Path, elsewhere: Path) -> None:
+    devices = "[{profile: atlas-200i-dk-a2}, {profile: jetson-orin-nano-8gb, count: 2}]"
+    emulated = (
+        *("cluster=paper_3b", f"cluster.devices={devices}", "cluster.emulate=true", "use_all=true"),
+        *("workload=llama3_2_3b", f"workload.architecture.blocks={BLOCKS}"),
+        *("workload.architecture.vocabulary=1000", "trainer.max_steps=3", "folder=run"),
+    )
+    finished = subprocess.run(
+        command(tiny(model, *emulated)), capture_output=True, text=True, timeout=LONGEST_RUN
+    )
+
+    assert finished.returncode == 0, finished.stderr
+    plan = load_plan(elsewhere / "run" / "plan.yaml")
+    assert plan.predicted is not None
+    assert plan.measured is not None
+    assert plan.measured.iteration_seconds > 0.99 * plan.predicted.iteration_seconds
+    assert "iteration: predicted" in finished.stdout

@@ -142,6 +142,9 @@ def test_every_method_is_compared_with_and_without_npus(
         (["workload.dtype=float32"], "float32 is unknown"),
         (["workload.rows=0"], "rows: found 0, expected a whole number of at least 1."),
         (["queries=-1"], "queries: found -1, expected a whole number of at least 0, or auto."),
+        (["micro_batches=0"], "micro_batches: found 0, expected a whole number from 1 to 8, the rows of"),
+        (["micro_batches=auto"], "micro_batches: found 'auto', expected a whole number from 1 to 8"),
+        (["micro_batches=16"], "micro_batches: found 16, expected a whole number from 1 to 8"),
         (["queries=many"], "queries: found 'many', expected a whole number of at least 0, or auto."),
         (["objective=speed"], "objective is 'speed', expected makespan or paper."),
         (["cluster=local_2bp"], "This cluster says how many processes run on this host"),
@@ -190,3 +193,26 @@ def test_a_measured_profile_takes_the_place_of_one_of_the_library(
     assert "cannot read missing.yaml" in failure_of(
         ["plan", "cluster.devices=[{profile: missing.yaml}]"], capfd
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["micro_batches=0"], "micro_batches: found 0, expected a whole number of at least 1, because"),
+        (["queries=-1"], "queries: found -1, expected a whole number of at least 0, because"),
+        (["exit_queries=auto"], "exit_queries: found 'auto', expected a whole number of at least 0, because"),
+        (["objective=paper"], "There is no option objective"),
+    ],
+)
+def test_what_cannot_be_compared_gets_one_sentence(
+    options: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert said in failure_of(["compare", *options], capfd)
+
+
+def test_a_plan_file_and_what_it_holds_cannot_both_be_given(capfd: pytest.CaptureFixture[str]) -> None:
+    done(["plan", *SMALL, f"cluster.devices={ONE}", "folder=planned"], capfd)
+    given = ["simulate", *SMALL, f"cluster.devices={ONE}", "plan=planned/plan.yaml"]
+
+    assert "queries and plan= contradict each other" in failure_of([*given, "queries=2"], capfd)
+    assert "objective is 'speed'" in failure_of([*given, "objective=speed"], capfd)

@@ -28,10 +28,12 @@ def compare(overrides: Sequence[str]) -> None:
     """Compare, print the table, and write comparison.csv, comparison.json and comparison.png."""
     config, folder = composed("compare", overrides)
     cluster, workload = configured_cluster(config), configured_workload(config)
-    for name in ("micro_batches", "queries", "exit_queries"):
-        if not isinstance(config[name], int):
+    for name, least in (("micro_batches", 1), ("queries", 0), ("exit_queries", 0)):
+        value = config[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigurationError(
-                f"{name}: found {config[name]!r}, expected a number, because all methods are given the same."
+                f"{name}: found {value!r}, expected a whole number of at least {least}, because all methods are given "
+                "the same."
             )
     console = Console()
     with Progress(
@@ -60,7 +62,7 @@ def compare(overrides: Sequence[str]) -> None:
     missing = drawn(lambda: draw_panels(panels, folder / "comparison.png"))
     console.print(comparison_table(rows))
     console.print(
-        "ratio: how many times as long as HybridOP with NPUs; paper: the ratio that the paper claims, where it is known.",
+        "ratio: how many times as long as HybridOP, with NPUs if there are any; paper: the ratio that the paper claims, where it is known.",
         highlight=False,
     )
     for result in results:

@@ -18,6 +18,7 @@ often used options (name=value; --show prints all):
   cluster.zo_role=frozen            zo stages only compute: what the others learn by themselves
   plan=<file>                       a plan file in the place of cluster and the options above
   plan=auto                         measure every process, then lay the blocks out by speed and memory
+  use_all=true                      of a cluster with devices, leave none out
   model.learning_rate=<rate>        of Adam; strategy.zo_lr_scale multiplies it on zo stages
   model.name=<hub id or folder>     another model, with model=hf
   data.train=<file> data.test=<file>    CSV files of data=agnews
@@ -45,15 +46,23 @@ examples:
 The overrides are Hydra's: lists, groups (+group=choice), new keys (+key=value) and removals (~key) work as there.
 """
 
-_PLANNED = """\
+_CHOICES = """\
 choices of each group (name=choice):
 {groups}
 
 options (name=value; --show prints all):
-  workload.rows=<rows> workload.length=<tokens>    the mini-batch
+"""
+
+_PLAN_OPTIONS = """\
   micro_batches=<M>               slices of a mini-batch; null takes the best
   queries=<Q>                     perturbations per micro-batch; auto: as many as fit into idle time
   exit_queries=<Q'>               further perturbations that leave at the last zo stage; auto: likewise
+  objective=makespan|paper        what is minimised: the estimated iteration time, or the published formula
+  use_all=true                    leave no device out
+"""
+
+_COMMON = """\
+  workload.rows=<rows> workload.length=<tokens>    the mini-batch
   cluster.efficiency=<share>      share of the vendor's rates that a model reaches
   cluster.link.bandwidth_mbit_s=<Mbit/s>    of the links
   folder=<folder>                 where files are written; by default outputs/<date>/<time>-{name}
@@ -69,10 +78,10 @@ take. Writes plan.yaml (which `hybridop fit plan=<file>` and `hybridop simulate 
 and timeline.png.
 
 """
-    + _PLANNED
+    + _CHOICES
+    + _PLAN_OPTIONS
+    + _COMMON
     + """\
-  objective=makespan|paper        what is minimised: the estimated iteration time, or the published formula
-  use_all=true                    leave no device out
 
 examples:
   hybridop plan cluster=paper_3b workload=llama3_2_3b queries=12
@@ -89,7 +98,9 @@ Runs one mini-batch of a plan in simulated time: when each device does what, how
 what energy it takes. Writes timeline.png, timeline.json (for Perfetto), devices.csv and simulation.json.
 
 """
-    + _PLANNED
+    + _CHOICES
+    + _PLAN_OPTIONS
+    + _COMMON
     + """\
   plan=<file>                     a plan in the place of the planner's own
   schedule=hybridop|gpipe|1f1b    the order of the actions
@@ -111,7 +122,13 @@ Simulates one mini-batch of every method, with and without the forward-only devi
 DAPPLE, Asteroid and HybridOP. Writes comparison.csv, comparison.json and comparison.png, one timeline per method.
 
 """
-    + _PLANNED
+    + _CHOICES
+    + """\
+  micro_batches=<M>               slices of a mini-batch, the same for all methods
+  queries=<Q>                     perturbations per micro-batch
+  exit_queries=<Q'>               further perturbations that leave at the last zo stage
+"""
+    + _COMMON
     + """\
 
 examples:

@@ -73,7 +73,7 @@ def _planned(config: DictConfig) -> Plan:
         queries=config.strategy.queries,
         exit_queries=config.strategy.exit_queries,
         objective="makespan",
-        use_all=False,
+        use_all=config.use_all,
     )
     blocks = config.model.blocks or _count_blocks(config.model.name)
     if prediction.plan.blocks != blocks:
@@ -88,8 +88,11 @@ def _planned(config: DictConfig) -> Plan:
 
 
 def run_emulation(config: DictConfig, plan: Plan) -> Emulation | None:
-    """Return the times that the stages of a planned cluster keep to, if it is an emulated one."""
-    if "devices" not in config.cluster or not config.cluster.emulate or config.plan not in (None, AUTO):
+    """Return the times that the stages keep to, if the cluster is an emulated one.
+
+    A plan from a file finds its devices by their names. Raises PlanError or ConfigurationError if it is for others.
+    """
+    if "devices" not in config.cluster or not config.cluster.emulate:
         return None
     cluster = configured_cluster(config)
     costs = plan_costs(cluster, configured_workload(config), plan)
@@ -99,7 +102,7 @@ def run_emulation(config: DictConfig, plan: Plan) -> Emulation | None:
 
 def run_strategy(config: DictConfig, plan: Plan) -> HybridOPStrategy:
     """Return the strategy of a run."""
-    if config.plan == AUTO and "devices" not in config.cluster:
+    if config.plan == AUTO and "devices" not in config.cluster and len(plan.stages) > 1:
         if config.cluster.zo_role != "zo":
             raise ConfigurationError(
                 f"plan=auto plans for zo stages that learn, but cluster.zo_role is {config.cluster.zo_role}; run it once, "

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -91,15 +91,13 @@ def predict(
 
     Raises ConfigurationError for an unknown objective, and what the planner raises.
     """
-    if objective not in ("makespan", "paper"):
-        raise ConfigurationError(f"objective is {objective!r}, expected makespan or paper.")
     pipeline = plan_by_simulation(
         cluster,
         workload,
         micro_batches=micro_batches,
         queries=_given("queries", queries, 1),
         exit_queries=_given("exit_queries", exit_queries, 0),
-        objective=cast(Objective, objective),
+        objective=checked_objective(objective),
         use_all=use_all,
     ).pipeline
     costs, plan = pipeline.costs, pipeline.plan
@@ -136,7 +134,15 @@ def simulated(prediction: Prediction, plan: Plan) -> Prediction:
 
 
 def plan_costs(cluster: Cluster, workload: Workload, plan: Plan) -> PipelineCosts:
-    """Return the costs of a workload on a cluster with the micro-batches and queries of a plan."""
+    """Return the costs of a workload on a cluster with the micro-batches and queries of a plan.
+
+    Raises ConfigurationError for a plan of another number of blocks.
+    """
+    if workload.architecture.blocks != plan.blocks:
+        raise ConfigurationError(
+            f"The plan is for {plan.blocks} blocks, but the workload {workload.architecture.name} has "
+            f"{workload.architecture.blocks}; choose the workload that the plan was made for."
+        )
     return pipeline_costs(
         cluster,
         workload,
@@ -158,6 +164,13 @@ def configured_prediction(config: DictConfig) -> Prediction:
         objective=config.objective,
         use_all=config.use_all,
     )
+
+
+def checked_objective(name: str) -> Objective:
+    """Return the objective of that name; raises ConfigurationError if there is none."""
+    if name not in get_args(Objective):
+        raise ConfigurationError(f"objective is {name!r}, expected {' or '.join(get_args(Objective))}.")
+    return cast(Objective, name)
 
 
 def _given(name: str, value: int | str, start: int) -> int:

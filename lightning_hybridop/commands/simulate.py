@@ -11,6 +11,7 @@ from lightning_hybridop.commands.configuration import ConfigurationError
 from lightning_hybridop.commands.plan import prediction_rows, print_prediction
 from lightning_hybridop.commands.planned import (
     Prediction,
+    checked_objective,
     composed,
     configured_cluster,
     configured_prediction,
@@ -38,6 +39,7 @@ from lightning_hybridop.schedules import SCHEDULES
 
 def simulate(overrides: Sequence[str], *, html: bool) -> None:
     """Simulate, print the tables, and write devices.csv, simulation.json, timeline.png, timeline.json (and the page)."""
+    _check_overrides(overrides)
     config, folder = composed("simulate", overrides)
     prediction = _prediction(config)
     rows = prediction_rows(prediction)
@@ -76,6 +78,16 @@ def simulate(overrides: Sequence[str], *, html: bool) -> None:
     console.print(f"All files of this simulation: {folder}", soft_wrap=True, highlight=False)
 
 
+def _check_overrides(overrides: Sequence[str]) -> None:
+    """Raise ConfigurationError when a plan file and options that it holds are given together."""
+    keys = {override.partition("=")[0].lstrip("+") for override in overrides}
+    held = sorted(keys & {"micro_batches", "queries", "exit_queries", "use_all"})
+    if "plan" in keys and held:
+        raise ConfigurationError(
+            f"{held[0]} and plan= contradict each other; change it in the plan file instead."
+        )
+
+
 def _prediction(config: DictConfig) -> Prediction:
     if config.plan is None:
         prediction = configured_prediction(config)
@@ -85,17 +97,12 @@ def _prediction(config: DictConfig) -> Prediction:
     plan = load_plan(config.plan)
     plan = plan if config.schedule is None else _scheduled(plan, config.schedule)
     cluster, workload = configured_cluster(config), configured_workload(config)
-    if workload.architecture.blocks != plan.blocks:
-        raise ConfigurationError(
-            f"{config.plan} is for {plan.blocks} blocks, but {workload.architecture.name} has "
-            f"{workload.architecture.blocks}; choose the workload that the plan was made for."
-        )
     costs = plan_costs(cluster, workload, plan)
     layout = plan_layout(plan, costs)
     pipeline = PlannedPipeline(
         costs=costs,
         layout=layout,
-        value=layout_value(costs, layout, config.objective),
+        value=layout_value(costs, layout, checked_objective(config.objective)),
         plan=plan,
         left_out=(),
         notes=(),

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_hybridop.pipeline.transport import Channel
 from lightning_hybridop.planning.costs import LinkTimes, StageTimes
 from lightning_hybridop.schedules.actions import Action, Kind
+from lightning_hybridop.simulation.program import action_seconds
 
 
 class EmulationError(RuntimeError):
@@ -46,7 +47,7 @@ class Pace:
 
     def hold(self, action: Action, started: float) -> None:
         """Sleep until the action that started at `started` (of `time.perf_counter()`) has taken its time."""
-        allowed = action_seconds(action, self._emulation.stages[self._stage]) * self._emulation.time_scale
+        allowed = action_seconds(self._emulation.stages[self._stage], action) * self._emulation.time_scale
         real = time.perf_counter() - started
         self._real[action.kind] += real
         self._allowed[action.kind] += allowed
@@ -73,17 +74,6 @@ class Pace:
                     f"device that it stands for takes {allowed[kind]:.3g} s at time_scale "
                     f"{self._emulation.time_scale:g}; set time_scale to more than {scale:.3g}, or use a smaller model."
                 )
-
-
-def action_seconds(action: Action, times: StageTimes) -> float:
-    """Return how long an action lasts on a stage, before any scaling."""
-    match action.kind:
-        case Kind.BACKWARD:
-            return times.backward
-        case Kind.EXIT:
-            return times.baseline_forward if action.query is None else times.exit_forward
-        case _:
-            return times.forward
 
 
 class PacedChannel:

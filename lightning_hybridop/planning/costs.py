@@ -10,7 +10,7 @@ from typing import Literal
 
 from lightning_hybridop.planning.cluster import Cluster, ClusterError, Device, DeviceProfile
 from lightning_hybridop.planning.plan import Role
-from lightning_hybridop.planning.workload import PartCosts, Workload
+from lightning_hybridop.planning.workload import PartCosts, Workload, WorkloadError
 
 # A vector-Jacobian product as a graph of inference operators takes this many times its forward: measured once, on six
 # blocks of SmolLM2.
@@ -363,8 +363,15 @@ def pipeline_costs(
 
     A forward takes as long as its arithmetic at the device's rate, or as reading its weights at the device's memory
     bandwidth, whichever is longer; a backward, whose rate counts two forwards' worth of FLOPs as the paper does,
-    likewise. Raises ClusterError for a figure that is needed and unknown.
+    likewise. Raises ClusterError for a figure that is needed and unknown, and WorkloadError for micro-batches that the
+    mini-batch cannot be cut into.
     """
+    whole = isinstance(micro_batches, int) and not isinstance(micro_batches, bool)
+    if not whole or not 1 <= micro_batches <= workload.rows:
+        raise WorkloadError(
+            f"micro_batches: found {micro_batches!r}, expected a whole number from 1 to {workload.rows}, the rows of the "
+            "mini-batch."
+        )
     devices = tuple(_device_costs(device, cluster, workload, micro_batches) for device in cluster.devices)
     block = workload.block(workload.rows / micro_batches)
     size = block.output_bytes

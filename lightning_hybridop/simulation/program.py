@@ -169,7 +169,7 @@ def schedule_program(
         return Task(
             device=stage,
             action=action,
-            seconds=_seconds(stages[stage], action),
+            seconds=action_seconds(stages[stage], action),
             after=tuple(
                 _edge(numbers[needed], needed[0], stage, links)
                 for needed in dependencies(plan, stage, action)
@@ -197,7 +197,8 @@ def layout_program(costs: PipelineCosts, layout: Sequence[Assignment], plan: Pla
     )
 
 
-def _seconds(stage: StageTimes, action: Action) -> float:
+def action_seconds(stage: StageTimes, action: Action) -> float:
+    """Return how long an action keeps a stage busy."""
     if action.kind is Kind.BACKWARD:
         return stage.backward
     if action.kind is Kind.EXIT:

@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 def train(folder: Path, **strategy: Any) -> tuple[list[float], Plan, int]:
     """Return the losses of two mini-batches, the plan that ran, and this rank's stage."""
     os.environ["HYBRIDOP_CACHE"] = str(folder / "cache")
+    # As under a launcher of Lightning's, which does not set it.
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
     losses: list[float] = []
 
     class Module(TinyModule):
@@ -45,7 +47,7 @@ def train(folder: Path, **strategy: Any) -> tuple[list[float], Plan, int]:
 
 
 def measured_twice(folder: Path) -> Any:
-    asked: dict[str, Any] = {"plan": "auto", "zo_stages": 1, "mini_batch": (8, 7)}
+    asked: dict[str, Any] = {"plan": "auto", "stages": 3, "zo_stages": 1, "mini_batch": (8, 7)}
     first = train(folder, **asked)
     files = {path: path.stat().st_mtime_ns for path in (folder / "cache").rglob("*.yaml")}
     second = train(folder, **asked, micro_batches=None)
@@ -71,6 +73,7 @@ def test_all_ranks_run_one_plan_that_is_saved_with_what_it_took(tmp_path: Path) 
     # All ranks are of one host, which kept one measurement, and read it the second time.
     assert files >= 1
     assert kept
+    assert all("3-beside" in path.name for path in (tmp_path / "cache" / "profiles").iterdir())
     assert again.micro_batches in (1, 2, 4, 8)
     saved = load_plan(tmp_path / "plan.yaml")
     assert saved == again

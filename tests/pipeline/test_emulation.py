@@ -9,11 +9,11 @@ from lightning_hybridop.pipeline.emulation import (
     EmulationError,
     Pace,
     PacedChannel,
-    action_seconds,
 )
 from lightning_hybridop.pipeline.transport import Channel
 from lightning_hybridop.planning.costs import LinkTimes, StageTimes
 from lightning_hybridop.schedules.actions import Action, Kind
+from lightning_hybridop.simulation.program import action_seconds
 
 TIMES = StageTimes(role="zo", forward=0.02, backward=0.05, exit_forward=0.03, baseline_forward=0.04)
 F, B = Action(kind=Kind.FORWARD, micro_batch=0), Action(kind=Kind.BACKWARD, micro_batch=0)
@@ -34,7 +34,7 @@ def emulation(scale: float = 1.0) -> Emulation:
     ],
 )
 def test_each_kind_of_action_has_its_own_time(action: Action, seconds: float) -> None:
-    assert action_seconds(action, TIMES) == seconds
+    assert action_seconds(TIMES, action) == seconds
 
 
 @pytest.mark.parametrize("scale", [0.5, 2.0])

@@ -1,7 +1,9 @@
 import dataclasses
+from typing import Any
 
 import pytest
 
+from lightning_hybridop.planning.cluster import Cluster, Device, DeviceProfile
 from lightning_hybridop.planning.costs import (
     Assignment,
     DeviceCosts,
@@ -18,10 +20,12 @@ from lightning_hybridop.planning.costs import (
     layout_value,
     makespan_estimate,
     paper_estimate,
+    pipeline_costs,
     tail_time,
     zo_bound,
     zo_memory,
 )
+from lightning_hybridop.planning.workload import Architecture, Workload, WorkloadError
 
 ZO, BP = StageTimes(role="zo", forward=2.0), StageTimes(role="bp", forward=1.0, backward=2.0)
 HEAD = (ZO, ZO, BP, BP)
@@ -183,3 +187,24 @@ def test_value_of_a_layout() -> None:
     published = 2.5 + 36 + 63 + 20
     assert layout_value(COSTS, THREE, "paper") == published
     assert layout_value(COSTS, THREE, "makespan") == pytest.approx(published + 2 * 0.3 + 0.3)
+
+
+@pytest.mark.parametrize("micro_batches", [0, -1, 9, 2.5, True, "auto"])
+def test_micro_batches_that_cannot_be_cut_are_refused(micro_batches: Any) -> None:
+    sizes = Architecture(
+        name="model",
+        blocks=2,
+        hidden=8,
+        heads=2,
+        key_value_heads=2,
+        head_size=4,
+        intermediate=16,
+        vocabulary=10,
+    )
+    profile = DeviceProfile(name="board", forward_tflops={"float16": 1.0}, memory_gb=1.0)
+    cluster = Cluster(name="cluster", devices=(Device(name="board", profile=profile),))
+
+    with pytest.raises(
+        WorkloadError, match="expected a whole number from 1 to 8, the rows of the mini-batch"
+    ):
+        pipeline_costs(cluster, Workload(architecture=sizes), micro_batches=micro_batches, queries=1)

@@ -51,8 +51,11 @@ def hdp(costs: PipelineCosts) -> Baseline:
     kinds: dict[DeviceCosts | str, list[int]] = {}
     for index, device in enumerate(costs.devices):
         kinds.setdefault("zo" if forward_only[index] else kind_of(device), []).append(index)
-    groups = [_Group(devices=tuple(members), bounds=_split(costs, members)) for members in kinds.values()]
-    largest = [1 if forward_only[group.devices[0]] else rows for group in groups]
+    largest = [1 if forward_only[members[0]] else rows for members in kinds.values()]
+    groups = [
+        _Group(devices=tuple(members), bounds=_split(costs, members, most / rows))
+        for members, most in zip(kinds.values(), largest, strict=True)
+    ]
     shares = _share_out(costs, groups, largest, rows * costs.micro_batches, rows)
     idle = [group for group, share in zip(groups, shares, strict=True) if share == 0]
     groups = [
@@ -133,11 +136,16 @@ def _program(costs: PipelineCosts, groups: Sequence[_Group], rows: int) -> Basel
     return Baseline(program=program, description="; ".join(_text(costs, group) for group in groups))
 
 
-def _split(costs: PipelineCosts, devices: Sequence[int]) -> tuple[int, ...]:
+def _split(costs: PipelineCosts, devices: Sequence[int], share: float) -> tuple[int, ...]:
+    """Return the bounds of a group's blocks, given the share of a micro-batch's rows that its own ones have.
+
+    As many micro-batches are assumed as the mini-batch has: how many the group gets is not known yet.
+    """
+
     def cost(stage: int, first: int, last: int) -> tuple[float, float] | None:
         resident, kept = range_bytes(costs, devices[stage], first, last)
         in_flight = min(costs.micro_batches, len(devices) - stage)
-        if resident + in_flight * kept > costs.devices[devices[stage]].memory:
+        if resident + in_flight * share * kept > costs.devices[devices[stage]].memory:
             return None
         seconds = sum(range_seconds(costs.devices[devices[stage]], first, last))
         return seconds, (costs.micro_batches - 1) * seconds

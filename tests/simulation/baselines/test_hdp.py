@@ -96,3 +96,17 @@ def test_activations_count_for_every_micro_batch_in_flight() -> None:
     )
 
     assert [figures.memory for figures in simulate(hdp(costs).program).devices] == [248, 259]
+
+
+def test_a_group_of_single_rows_keeps_as_little() -> None:
+    # A micro-batch of four rows keeps 8 bytes per block, one of one row 2. The fast device takes three of four blocks,
+    # 30 bytes and two micro-batches of 6; with four rows each it would have room for one block.
+    npus = [
+        device("fast", blocks=4, speed=3.0, zo=True, memory=45.0, resident=10.0, kept=8.0),
+        device("slow", blocks=4, zo=True, resident=10.0, kept=8.0),
+    ]
+
+    baseline = hdp(cluster_costs(npus, micro_batches=2, rows=4.0))
+
+    assert baseline.description.startswith("fast: blocks 0-2, slow: block 3 ")
+    assert max(figures.memory for figures in simulate(baseline.program).devices) <= 45

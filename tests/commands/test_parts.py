@@ -1,0 +1,62 @@
+"""From a configuration to the plan of a run: clusters of devices, emulated ones, and `plan=auto` in one process."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig
+
+from lightning_hybridop.commands.configuration import ConfigurationError, compose_runs
+from lightning_hybridop.commands.parts import run_emulation, run_plan, run_strategy
+from lightning_hybridop.planning.plan import even_plan, save_plan
+
+
+def configured(*overrides: str) -> DictConfig:
+    return compose_runs("fit", overrides)[0].config
+
+
+def test_the_emulated_cluster_of_the_recipe_has_all_of_its_devices() -> None:
+    config = configured("recipe=emulated_3b")
+
+    plan = run_plan(config)
+    emulation = run_emulation(config, plan)
+
+    assert [stage.role for stage in plan.stages] == ["zo"] * 2 + ["bp"] * 4
+    assert plan.predicted is not None
+    assert emulation is not None
+    assert emulation.time_scale == 0.5
+    assert [stage.role for stage in emulation.stages] == [stage.role for stage in plan.stages]
+    # The last stage also has the head; a mini-batch is at least its four micro-batches there.
+    last = emulation.stages[-1]
+    assert plan.predicted.iteration_seconds > 0.5 * 4 * (last.forward + last.backward)
+
+
+def test_a_cluster_of_devices_that_is_not_emulated_runs_at_its_own_speed() -> None:
+    config = configured("recipe=emulated_3b", "cluster.emulate=false", "use_all=false")
+
+    plan = run_plan(config)
+
+    assert run_emulation(config, plan) is None
+    assert all(stage.role == "bp" for stage in plan.stages)  # faster without the boards that only run forward
+
+
+def test_one_process_has_nothing_to_measure() -> None:
+    config = configured("recipe=quickstart", "plan=auto", "cluster=local_1bp", "model.blocks=4")
+    plan = run_plan(config)
+
+    assert run_strategy(config, plan).plan == plan
+
+
+def test_a_plan_file_of_an_emulated_cluster_is_emulated_too(tmp_path: Path) -> None:
+    plan = run_plan(configured("recipe=emulated_3b"))
+    save_plan(plan, tmp_path / "plan.yaml")
+    save_plan(even_plan(blocks=4, stages=2), tmp_path / "other.yaml")
+    again = configured("recipe=emulated_3b", f"plan={tmp_path / 'plan.yaml'}")
+    other = configured("recipe=emulated_3b", f"plan={tmp_path / 'other.yaml'}")
+
+    emulation = run_emulation(again, run_plan(again))
+
+    assert emulation == run_emulation(configured("recipe=emulated_3b"), plan)
+    with pytest.raises(
+        ConfigurationError, match=r"The plan is for 4 blocks, but the workload llama-3.2-3b has 28"
+    ):
+        run_emulation(other, run_plan(other))
