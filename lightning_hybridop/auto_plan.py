@@ -2,6 +2,8 @@
 
 import dataclasses
 import hashlib
+import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +26,10 @@ from lightning_hybridop.planning.planner import plan_pipeline
 from lightning_hybridop.planning.workload import Adapter, Workload, architecture_from_config
 from lightning_hybridop.simulation.predict import simulate_layout, with_prediction
 
+NO_TIME = 1e-9
+REPEATS = 3
+"""Timed passes of each part: all ranks of a run wait for them."""
+
 
 def place_by_measuring(
     module: LightningModule,
@@ -31,14 +37,15 @@ def place_by_measuring(
     *,
     device: torch.device,
     forward_only: bool,
+    local_rank: int,
     processes_here: int,
     mini_batch: tuple[int, int],
     options: Mapping[str, Any],
 ) -> tuple[Plan, list[int]]:
     """Return the planner's plan with one stage per rank, and the rank of each stage. Collective.
 
-    `device` is what this rank computes on, `forward_only` whether its stage is zo, `processes_here` how many ranks this
-    host has. `mini_batch` is the number of rows and of tokens per row to plan for; `options` are further fields of the
+    `device` is what this rank computes on, `forward_only` whether its stage is zo, `local_rank` which of the
+    `processes_here` of its host it is. `mini_batch` is the number of rows and of tokens per row to plan for; `options` are further fields of the
     plan, of which `micro_batches` may be None: the planner then chooses. Times are read from the cache where it has them;
     memory is that of now.
 
@@ -50,18 +57,27 @@ def place_by_measuring(
     rows, length = mini_batch
     dtype = block_dtype(module.get_submodule(f"{anatomy.blocks_name}.0"))
     micro_batches = options["micro_batches"]
-    # Processes of one host share its cores and its memory.
-    sharing = processes_here if device.type == "cpu" else 1
-    memory = available_memory(device) / sharing
+    # Processes of one host share its devices and their memory.
+    devices_here = 1 if device.type == "cpu" else torch.accelerator.device_count()
+    memory = available_memory(device) / math.ceil(processes_here / max(1, devices_here))
+    # As many at a time as the host can run beside each other: more would only wait for a core, which in a pipeline,
+    # where most stages are idle at any time, they do not.
+    beside = processes_here
+    if device.type == "cpu":
+        beside = min(processes_here, max(1, (os.cpu_count() or 1) // torch.get_num_threads()))
     measured = _measured(
         config,
         lora,
-        sharing=sharing,
+        beside=beside,
+        turn=local_rank // beside,
         device=device,
         dtype=dtype,
         rows=max(1, rows // (micro_batches or 4)),
         length=length,
     )
+    if not any("CausalLM" in type(child).__name__ for child in module.modules()):
+        # What was measured has a language model's head; that of a classifier costs next to nothing.
+        measured = dataclasses.replace(measured, head_forward=NO_TIME, head_backward=NO_TIME)
     architecture = architecture_from_config(config.to_dict(), name=measured.setting.model)
     profile = measured_profile(measured, name=f"rank {dist.get_rank()}")
     mine = {
@@ -130,34 +146,36 @@ def _measured(
     config: PretrainedConfig,
     lora: LoraConfig | None,
     *,
-    sharing: int,
+    beside: int,
+    turn: int,
     device: torch.device,
     dtype: torch.dtype,
     rows: int,
     length: int,
 ) -> Measured:
-    """Return what the cache has of this rank's device, or what all ranks measure now, at the same time.
-
-    At the same time, because that is how the stages of one host will share its cores.
-    """
-    model = _measured_name(config, sharing)
+    """Return what the cache has of this rank's device, or what is measured now, `beside` ranks of a host at a time."""
+    model = _measured_name(config, beside)
     asked: dict[str, Any] = {"device": device, "dtype": dtype, "rows": rows, "length": length, "lora": lora}
     known = load_measured(measured_setting(model=model, **asked))
     # One rank that measures alone would find an idle host.
     if all(gather_json(known is not None)):
         assert known is not None
         return known
-    dist.barrier()
-    found = measure(config, model=model, **asked)
-    save_measured(found)
+    found = None
+    for number in range(max(gather_json(turn)) + 1):
+        if number == turn:
+            found = measure(config, model=model, repeats=REPEATS, **asked)
+            save_measured(found)
+        dist.barrier()
+    assert found is not None
     return found
 
 
-def _measured_name(config: PretrainedConfig, sharing: int) -> str:
-    """Return what the cache calls a model measured by `sharing` processes at a time: another for any other block."""
+def _measured_name(config: PretrainedConfig, beside: int) -> str:
+    """Return what the cache calls a model measured by `beside` processes at a time: another for any other block."""
     sizes = architecture_from_config(config.to_dict())
     block = hashlib.sha256(repr(dataclasses.replace(sizes, blocks=1)).encode()).hexdigest()[:8]
-    return f"{config.model_type}-{sizes.hidden}-{block}-{sharing}-beside"
+    return f"{config.model_type}-{sizes.hidden}-{block}-{beside}-beside"
 
 
 def _language_model(module: LightningModule) -> tuple[PretrainedConfig, LoraConfig | None]:

@@ -152,7 +152,8 @@ class HybridOPStrategy(ParallelStrategy):
         if self._plans_itself and micro_batches is None:
             del checked["micro_batches"]
         Plan(blocks=1, stages=(Stage(first=0, last=1, role="zo"),), **checked)
-        if len(mini_batch) != 2 or min(mini_batch) < 1:
+        pair = isinstance(mini_batch, (tuple, list)) and len(mini_batch) == 2
+        if not pair or not all(isinstance(number, int) and number > 0 for number in mini_batch):
             raise ValueError(f"mini_batch is {mini_batch}, expected a number of rows and a number of tokens.")
         self._mini_batch = mini_batch
         self._epsilon = epsilon
@@ -420,6 +421,7 @@ class HybridOPStrategy(ParallelStrategy):
             anatomy,
             device=self.compute_device,
             forward_only=forward_only,
+            local_rank=self.local_rank,
             # torchrun says how many there are; a launcher of Lightning starts those of the plan.
             processes_here=int(os.environ.get("LOCAL_WORLD_SIZE", self.num_processes)),
             mini_batch=self._mini_batch,

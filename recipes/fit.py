@@ -88,7 +88,8 @@ def training_losses(metrics: Path) -> tuple[float, float]:
     """Return the training loss averaged over the first and over the last logged steps (one mini-batch is noisy)."""
     with metrics.open(encoding="utf-8", newline="") as file:
         losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row.get("train_loss")]
-    steps = min(AVERAGED_STEPS, len(losses))
+    # Short runs: the first half against the second.
+    steps = max(1, min(AVERAGED_STEPS, len(losses) // 2))
     return sum(losses[:steps]) / steps, sum(losses[-steps:]) / steps
 
 

@@ -115,7 +115,10 @@ def test_unknown_command_names_the_nearest(capfd: pytest.CaptureFixture[str]) ->
         (["--multi-run"], "There is no flag --multi-run; did you mean --multirun?"),
         (["strategy.epsilonn=1"], "There is no option strategy.epsilonn; did you mean strategy.epsilon?"),
         (["queries=2"], "There is no option queries; did you mean strategy.queries?"),
-        (["recipe=quickstrat"], "There is no recipe=quickstrat; choose from: agnews_smollm2, quickstart."),
+        (
+            ["recipe=quickstrat"],
+            "There is no recipe=quickstrat; choose from: agnews_smollm2, emulated_3b, quickstart.",
+        ),
         (["strategy.queries"], "strategy.queries cannot be read; write an override as name=value"),
         (["model.name=???"], "model.name has no value; pass model.name=<value>."),
         (["strategy.queries=interval(1,2)", "-m"], "strategy.queries=interval(1,2) sweeps over an interval"),

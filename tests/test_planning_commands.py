@@ -13,6 +13,9 @@ from lightning_hybridop.simulation.baselines import BASELINES
 
 ONE = "[{profile: jetson-orin-nx-16gb}]"
 NPUS = "[{profile: atlas-200i-dk-a2, count: 4}]"
+UNLIKE = (
+    f"[{', '.join(f'{{profile: jetson-orin-nx-16gb, name: d{i}, memory_gb: {8 + i}}}' for i in range(12))}]"
+)
 SMALL = ("workload=smollm2_135m", "workload.dtype=float16")
 
 
@@ -60,7 +63,7 @@ def test_a_plan_can_be_simulated_again(
     assert plan.predicted is not None
 
     assert {path.name for path in (elsewhere / "planned").iterdir()} == {
-        *("plan.yaml", "plan.json", "stages.csv", "timeline.png")
+        *("config.yaml", "plan.yaml", "plan.json", "stages.csv", "timeline.png")
     }
     assert f"{plan.predicted.iteration_seconds:.3f} s" in printed
     with Path("planned/stages.csv").open(encoding="utf-8", newline="") as file:
@@ -115,7 +118,7 @@ def test_every_method_is_compared_with_and_without_npus(
     rows = json.loads(Path("compared/comparison.json").read_text(encoding="utf-8"))["methods"]
 
     assert {path.name for path in (elsewhere / "compared").iterdir()} == {
-        *("comparison.csv", "comparison.json", "comparison.png")
+        *("comparison.csv", "comparison.json", "comparison.png", "config.yaml")
     }
     for method in BASELINES:
         assert method in printed, printed
@@ -149,6 +152,34 @@ def test_every_method_is_compared_with_and_without_npus(
         (["objective=speed"], "objective is 'speed', expected makespan or paper."),
         (["cluster=local_2bp"], "This cluster says how many processes run on this host"),
         (["cluster=paper_4b"], "There is no cluster=paper_4b; choose from:"),
+        (["~cluster"], "There is no cluster; pass cluster=<name>"),
+        (["cluster.devices=3"], "devices: found int, expected a list of profiles."),
+        (["cluster.devices={}"], "cluster.devices={} cannot take the place of"),
+        (["cluster.devices=[{profile: ~/x.yaml}]"], "with values that hold ~, : or spaces in quotes"),
+        (["cluster.devices=[{profile: []}]"], "devices[0].profile: there is no profile []"),
+        (["cluster.devices=[{profile: jetson-orin-nx-16gb, name: 3}]"], "devices[0].name: found 3"),
+        (
+            ["cluster.devices=[{profile: jetson-orin-nx-16gb, count: 1000000000}]"],
+            "devices[0].count: found 1000000000, expected a whole number of at most 64.",
+        ),
+        (
+            ["cluster.devices=[{profile: jetson-orin-nx-16gb, memory_gb: 1e300}]"],
+            "memory_gb: found 1e+300, expected a number from 1e-12 to 1e+15.",
+        ),
+        ([f"cluster.devices={UNLIKE}"], "devices: found 12 kinds of devices, expected at most 10"),
+        (["cluster.link=0"], "link: found int, expected fields with values."),
+        (["cluster.efficiency=1.5"], "efficiency: found 1.5, expected a share of at most 1."),
+        (["workload.dtype=[]"], "dtype: found [], expected one of"),
+        (
+            ["workload.adapter.targets=[[q]]"],
+            "adapter.targets: found [['q']], expected a list of projections.",
+        ),
+        (["workload.architecture.blocks=1000"], "architecture.blocks: found 1000, expected"),
+        (
+            [f"workload.rows={10**25}"],
+            "rows: found 100000... (84 bits), expected a whole number of at most 4096.",
+        ),
+        (["use_all=abc"], "use_all: found 'abc', expected true or false."),
     ],
 )
 def test_what_cannot_be_planned_gets_one_sentence_and_leaves_no_folder(
@@ -216,3 +247,43 @@ def test_a_plan_file_and_what_it_holds_cannot_both_be_given(capfd: pytest.Captur
 
     assert "queries and plan= contradict each other" in failure_of([*given, "queries=2"], capfd)
     assert "objective is 'speed'" in failure_of([*given, "objective=speed"], capfd)
+
+
+def test_a_folder_that_is_a_file_is_refused_before_anything_is_planned(
+    elsewhere: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (elsewhere / "file").write_text("", encoding="utf-8")
+    for folder in ("file", "file/below"):
+        assert "is a file, so nothing can be written to" in failure_of(["plan", f"folder={folder}"], capfd)
+
+
+def test_names_that_look_like_markup_are_shown_as_they_are(capfd: pytest.CaptureFixture[str]) -> None:
+    device = "{profile: jetson-orin-nx-16gb, name: '[/red]'}"
+    assert "[/red]" in done(["plan", *SMALL, f"cluster.devices=[{device}]"], capfd)
+
+
+def test_a_role_that_a_device_cannot_play_is_refused(
+    elsewhere: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    done(["plan", "use_all=true", "folder=planned"], capfd)
+    path = elsewhere / "planned" / "plan.yaml"
+    path.write_text(path.read_text(encoding="utf-8").replace("role: zo", "role: bp"), encoding="utf-8")
+
+    said = failure_of(["simulate", f"plan={path}"], capfd)
+    assert said.startswith(
+        "stages[0].role: found bp, but atlas-200i-dk-a2-0 only runs forward in this cluster"
+    )
+
+
+def test_with_every_device_in_use_the_best_number_of_micro_batches_is_taken(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    slow = ["plan", "use_all=true", "cluster.link.latency_ms=10000"]
+    for count in ("null", "1", "2", "4", "8"):
+        done([*slow, f"micro_batches={count}", f"folder=m{count}"], capfd)
+    seconds = {}
+    for count in ("null", "1", "2", "4", "8"):
+        predicted = load_plan(f"m{count}/plan.yaml").predicted
+        assert predicted is not None
+        seconds[count] = predicted.iteration_seconds
+    assert seconds.pop("null") == min(seconds.values())

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
 from lightning_hybridop.commands.configuration import ConfigurationError
+from lightning_hybridop.commands.plan import heading
 from lightning_hybridop.commands.planned import (
     composed,
     configured_cluster,
@@ -22,6 +24,9 @@ from lightning_hybridop.reporting.predictions import (
     write_csv,
 )
 from lightning_hybridop.simulation.compare import compare as compare_methods
+
+LONGEST_SHOWN = 4
+"""The picture's time axis, as a multiple of the fastest method's mini-batch."""
 
 
 def compare(overrides: Sequence[str]) -> None:
@@ -49,6 +54,7 @@ def compare(overrides: Sequence[str]) -> None:
         )
     rows = comparison_rows(results)
     folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, folder / "config.yaml")
     write_csv(folder / "comparison.csv", rows)
     write_json(
         folder / "comparison.json",
@@ -59,7 +65,14 @@ def compare(overrides: Sequence[str]) -> None:
         for result in results
         if result.simulation is not None
     ]
-    missing = drawn(lambda: draw_panels(panels, folder / "comparison.png"))
+    # Some methods take ten times as long as others; on their scale nothing could be seen of those.
+    until = LONGEST_SHOWN * min((panel.end for panel in panels), default=0.0)
+    missing = drawn(lambda: draw_panels(panels, folder / "comparison.png", until=until))
+    console.print(
+        f"{heading(cluster, workload)}; M = {config.micro_batches}, Q = {config.queries}, Q' = {config.exit_queries}",
+        highlight=False,
+        markup=False,
+    )
     console.print(comparison_table(rows))
     console.print(
         "ratio: how many times as long as HybridOP, with NPUs if there are any; paper: the ratio that the paper claims, where it is known.",

@@ -2,6 +2,7 @@
 
 import difflib
 import itertools
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -70,6 +71,17 @@ GROUPS = {
 """The groups that a command's configuration is made of, where it is not made of all."""
 
 
+def check_folder(folder: Path) -> None:
+    """Raise ConfigurationError when nothing can be written to a folder, which need not exist yet."""
+    above = next(path for path in (folder, *folder.parents) if path.exists() or path == path.parent)
+    if not above.is_dir():
+        raise ConfigurationError(
+            f"folder: {above} is a file, so nothing can be written to {folder}; pass another folder=."
+        )
+    if not os.access(above, os.W_OK | os.X_OK) or len(folder.name.encode()) > 255:
+        raise ConfigurationError(f"folder: {folder} cannot be written; pass another folder=.")
+
+
 def groups(command: str = "fit") -> dict[str, tuple[str, ...]]:
     """Return the groups of a command's configuration, each with the names of its choices."""
     conf = shipped_folder("conf")
@@ -134,6 +146,10 @@ def _sentence(error: Exception, command: str, overrides: Sequence[str]) -> str:
         return f"There is no {group}={choice}; choose from: {', '.join(known)}."
     if missing := re.search(r"Missing mandatory value: (\S+)", text):
         return _missing(missing.group(1))
+    if "LexerNoViableAlt" in text or type(error).__name__.startswith("Lexer"):
+        return "An override cannot be read; write it as name=value, with values that hold ~, : or spaces in quotes."
+    if merging := re.search(r"Error merging override (\S+)", text):
+        return f"{merging.group(1)} cannot take the place of what the configuration has there; --show prints what that is."
     if unreadable := re.search(r"Error parsing override '([^']*)'", text):
         return f"{unreadable.group(1)} cannot be read; write an override as name=value, in quotes if it has spaces."
     return " ".join(text.split())

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from torch.distributed import TCPStore
 
 from lightning_hybridop.commands import launch
-from lightning_hybridop.commands.configuration import ConfigurationError, Run, compose_runs
+from lightning_hybridop.commands.configuration import ConfigurationError, Run, check_folder, compose_runs
 from lightning_hybridop.commands.parts import PLAN_OPTIONS, factory, run_plan, run_strategy
 from lightning_hybridop.commands.recipes import load_recipe
 from lightning_hybridop.commands.worker import CONFIGURATION
@@ -101,6 +101,7 @@ def write_configuration(run: Run) -> None:
 
     Raises ConfigurationError when the folder already holds a run.
     """
+    check_folder(run.folder)
     run.folder.mkdir(parents=True, exist_ok=True)
     path = run.folder / CONFIGURATION
     if path.exists():

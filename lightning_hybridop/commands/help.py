@@ -102,7 +102,9 @@ what energy it takes. Writes timeline.png, timeline.json (for Perfetto), devices
     + _PLAN_OPTIONS
     + _COMMON
     + """\
-  plan=<file>                     a plan in the place of the planner's own
+  objective=makespan|paper        what is minimised: the estimated iteration time, or the published formula
+  use_all=true                    leave no device out
+  plan=<file>                     a plan in the place of the planner's own and of M, Q and Q'
   schedule=hybridop|gpipe|1f1b    the order of the actions
 
 flags:
@@ -141,7 +143,8 @@ PROFILE = """\
 usage: hybridop profile [name=value ...] [--show]
 
 Measures how fast this machine runs one block, the embedding and the head of a model, forward and backward, and how much
-memory a process can have. The result is kept in your cache folder and used by plan=auto.
+memory a process can have. The result is kept in your cache folder; folder=<folder> writes it as a profile, which a
+cluster can use: cluster.devices=[{{profile: <folder>/profile.yaml}}].
 
 choices of each group (name=choice):
 {groups}

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
@@ -17,18 +18,17 @@ from lightning_hybridop.commands.planned import (
     simulated,
 )
 from lightning_hybridop.modules.language_models import load_configuration
+from lightning_hybridop.pipeline.batches import token_shape
 from lightning_hybridop.pipeline.emulation import Emulation
 from lightning_hybridop.planning.costs import layout_times
+from lightning_hybridop.planning.fields import check_whole
 from lightning_hybridop.planning.plan import Plan, Role, even_plan, load_plan
-from lightning_hybridop.planning.planner import plan_layout
+from lightning_hybridop.planning.planner import checked_layout
 from lightning_hybridop.simulation.predict import with_prediction
 from lightning_hybridop.strategy import HybridOPStrategy
 
 PLAN_OPTIONS = ("micro_batches", "queries", "exit_queries", "schedule", "difference", "exit_baseline")
 """The options of `strategy` that are part of a plan."""
-
-SHORT_ROWS = 64
-"""Tokens per row that plan=auto measures with where the data do not say how long their rows can be."""
 
 
 def run_plan(config: DictConfig) -> Plan:
@@ -39,12 +39,15 @@ def run_plan(config: DictConfig) -> Plan:
     Raises PlanError or ConfigurationError when there is no such plan.
     """
     if config.plan is not None and config.plan != AUTO:
-        return load_plan(config.plan)
+        # What was predicted and measured of it on other data or devices says nothing about this run.
+        return dataclasses.replace(load_plan(config.plan), predicted=None, measured=None)
     cluster = config.cluster
     if "devices" in cluster:
         return _planned(config)
     if cluster.zo_role not in ("zo", "frozen"):
         raise ConfigurationError(f"cluster.zo_role is {cluster.zo_role!r}, expected zo or frozen.")
+    for name in ("zo_stages", "bp_stages"):
+        check_whole(f"cluster.{name}", cluster[name], 0, error=ConfigurationError)
     options = {name: config.strategy[name] for name in PLAN_OPTIONS}
     if config.plan == AUTO and options["micro_batches"] is None:
         del options["micro_batches"]
@@ -66,12 +69,15 @@ def run_plan(config: DictConfig) -> Plan:
 
 
 def _planned(config: DictConfig) -> Plan:
+    """Return the planner's plan for a cluster of devices, with what is predicted of it if the cluster is emulated."""
+    cluster, workload = configured_cluster(config), configured_workload(config)
+    strategy = config.strategy
     prediction = predict(
-        configured_cluster(config),
-        configured_workload(config),
-        micro_batches=config.strategy.micro_batches,
-        queries=config.strategy.queries,
-        exit_queries=config.strategy.exit_queries,
+        cluster,
+        workload,
+        micro_batches=strategy.micro_batches,
+        queries=strategy.queries,
+        exit_queries=strategy.exit_queries,
         objective="makespan",
         use_all=config.use_all,
     )
@@ -81,10 +87,20 @@ def _planned(config: DictConfig) -> Plan:
             f"{config.model.name} has {blocks} blocks, but the workload {prediction.workload.architecture.name} that the "
             f"cluster was planned for has {prediction.plan.blocks}; choose a workload and a model of as many blocks."
         )
-    options = {name: config.strategy[name] for name in ("schedule", "difference", "exit_baseline")}
-    plan = dataclasses.replace(prediction.plan, **options)
-    scale = prediction.cluster.time_scale if prediction.cluster.emulate else 1.0
-    return with_prediction(plan, simulated(prediction, plan).simulation, time_scale=scale)
+    options = {name: strategy[name] for name in ("schedule", "difference", "exit_baseline")}
+    plan = dataclasses.replace(prediction.plan, **options, predicted=None)
+    if not cluster.emulate:
+        return plan
+    if len(plan.stages) == 1:
+        raise ConfigurationError(
+            f"{plan.stages[0].name} alone is the fastest of this cluster, which leaves no pipeline to emulate; pass "
+            "use_all=true."
+        )
+    simulation = simulated(prediction, plan).simulation
+    emulated = with_prediction(plan, simulation, time_scale=cluster.time_scale)
+    assert emulated.predicted is not None
+    # The memory is that of the devices' own model, and the run's is that of a smaller one.
+    return dataclasses.replace(emulated, predicted=dataclasses.replace(emulated.predicted, memory_mib=()))
 
 
 def run_emulation(config: DictConfig, plan: Plan) -> Emulation | None:
@@ -96,7 +112,7 @@ def run_emulation(config: DictConfig, plan: Plan) -> Emulation | None:
         return None
     cluster = configured_cluster(config)
     costs = plan_costs(cluster, configured_workload(config), plan)
-    stages, links = layout_times(costs, plan_layout(plan, costs))
+    stages, links = layout_times(costs, checked_layout(plan, costs))
     return Emulation(stages=stages, links=links, time_scale=cluster.time_scale)
 
 
@@ -112,13 +128,21 @@ def run_strategy(config: DictConfig, plan: Plan) -> HybridOPStrategy:
             plan=AUTO,
             stages=len(plan.stages),
             zo_stages=config.cluster.zo_stages,
-            mini_batch=(config.data.batch_size, config.data.get("max_length", SHORT_ROWS)),
+            mini_batch=(config.data.batch_size, row_length(config)),
         )
     else:
         made = factory(config.strategy, without=PLAN_OPTIONS)(
             plan=plan, emulation=run_emulation(config, plan)
         )
     return cast(HybridOPStrategy, made)
+
+
+def row_length(config: DictConfig) -> int:
+    """Return how many tokens the rows of a training mini-batch have, as far as the first one tells."""
+    with torch.random.fork_rng(devices=[]):
+        data = factory(config.data)()
+        data.setup("fit")
+        return token_shape(next(iter(data.train_dataloader())))[1]
 
 
 def _count_blocks(name: str) -> int:

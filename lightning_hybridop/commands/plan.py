@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from omegaconf import OmegaConf
 from rich.console import Console
 
 from lightning_hybridop.commands.planned import (
@@ -11,7 +12,9 @@ from lightning_hybridop.commands.planned import (
     drawn,
     write_json,
 )
+from lightning_hybridop.planning.cluster import Cluster
 from lightning_hybridop.planning.plan import plan_to_dict, save_plan
+from lightning_hybridop.planning.workload import Workload
 from lightning_hybridop.reporting.gantt import draw_timeline
 from lightning_hybridop.reporting.predictions import stage_rows, stage_table, write_csv
 from lightning_hybridop.simulation.predict import most_within_idle_time
@@ -23,6 +26,7 @@ def plan(overrides: Sequence[str]) -> None:
     prediction = configured_prediction(config)
     rows = prediction_rows(prediction)
     folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, folder / "config.yaml")
     save_plan(prediction.plan, folder / "plan.yaml")
     write_csv(folder / "stages.csv", rows)
     write_json(
@@ -56,17 +60,29 @@ def prediction_rows(prediction: Prediction) -> list[dict[str, object]]:
 def print_prediction(console: Console, prediction: Prediction) -> None:
     """Print the stages, what a mini-batch takes, and what the planner had to say."""
     plan, simulation, workload = prediction.plan, prediction.simulation, prediction.workload
+    console.print(heading(prediction.cluster, workload), highlight=False, markup=False)
     console.print(stage_table(prediction_rows(prediction)))
-    energy = "" if simulation.energy is None else f" · {simulation.energy / workload.rows:.0f} J per sample"
-    bound = " at most" if simulation.energy_is_bound and energy else ""
-    console.print(
-        f"M = {plan.micro_batches} · Q = {plan.queries} · Q' = {plan.exit_queries} · schedule {plan.schedule}\n"
-        f"iteration {simulation.makespan:.3f} s (the planner's estimate: {prediction.pipeline.value:.3f} s) · "
-        f"{workload.rows / simulation.makespan:.3f} samples/s · Comu_ti {simulation.comu_ti:.0%}{energy}{bound}",
-        highlight=False,
+    # The planner's objectives are made for its own schedule.
+    estimated = plan.schedule == "hybridop"
+    estimate = f" (the planner's estimate: {prediction.pipeline.value:.3f} s)" if estimated else ""
+    lines = [
+        f"M = {plan.micro_batches} · Q = {plan.queries} · Q' = {plan.exit_queries} · schedule {plan.schedule}",
+        f"iteration {simulation.makespan:.3f} s{estimate}",
+        f"{workload.rows / simulation.makespan:.3f} samples/s · Comu_ti {simulation.comu_ti:.0%}",
+    ]
+    if simulation.energy is not None:
+        bound = "at most " if simulation.energy_is_bound else ""
+        lines.append(f"{bound}{simulation.energy / workload.rows:.0f} J per sample")
+    for sentence in (*lines, *prediction.pipeline.left_out, *prediction.pipeline.notes):
+        console.print(sentence, highlight=False, markup=False)
+
+
+def heading(cluster: Cluster, workload: Workload) -> str:
+    """Return what is planned for, in one line."""
+    return (
+        f"{workload.architecture.name} on {cluster.name}: {workload.rows} rows of {workload.length} tokens, {workload.dtype}, "
+        f"links of {cluster.link.bandwidth_mbit_s:g} Mbit/s"
     )
-    for sentence in (*prediction.pipeline.left_out, *prediction.pipeline.notes):
-        console.print(sentence, highlight=False)
 
 
 def _idle_time(prediction: Prediction) -> list[str]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from lightning_hybridop.commands.configuration import ConfigurationError, compose_runs
+from lightning_hybridop.commands.configuration import ConfigurationError, check_folder, compose_runs
 from lightning_hybridop.devices.library import load_profiles, read_profile
 from lightning_hybridop.planning.cluster import Cluster, DeviceProfile, cluster_from_dict
 from lightning_hybridop.planning.costs import Objective, PipelineCosts, pipeline_costs
@@ -42,6 +42,10 @@ class Prediction:
 def composed(command: str, overrides: Sequence[str]) -> tuple[DictConfig, Path]:
     """Return the configuration of a command and the folder that its files go to, which must not hold any yet."""
     run = compose_runs(command, overrides)[0]
+    check_folder(run.folder)
+    for name in ("use_all", "debug"):
+        if name in run.config and not isinstance(run.config[name], bool):
+            raise ConfigurationError(f"{name}: found {run.config[name]!r}, expected true or false.")
     if run.folder.is_dir() and any(run.folder.iterdir()):
         raise ConfigurationError(
             f"{run.folder} already holds files; pass another folder=, or remove that one."
@@ -54,6 +58,8 @@ def configured_cluster(config: DictConfig) -> Cluster:
 
     Raises ClusterError, or ConfigurationError for a cluster that only says how many processes this host runs.
     """
+    if config.get("cluster") is None:
+        raise ConfigurationError("There is no cluster; pass cluster=<name>, such as cluster=paper_3b.")
     if "devices" not in config.cluster:
         raise ConfigurationError(
             "This cluster says how many processes run on this host, not which devices there are; choose a cluster with "
@@ -65,7 +71,8 @@ def configured_cluster(config: DictConfig) -> Cluster:
 
 def _profile_files(config: DictConfig) -> dict[str, DeviceProfile]:
     """Return the profiles that a cluster takes from files, such as `hybridop profile` writes, by the files' names."""
-    named = [entry.get("profile") for entry in config.cluster.devices or () if isinstance(entry, DictConfig)]
+    entries = config.cluster.devices if isinstance(config.cluster.devices, ListConfig) else ()
+    named = [entry.get("profile") for entry in entries if isinstance(entry, DictConfig)]
     paths = [name for name in named if isinstance(name, str) and name.endswith((".yaml", ".yml"))]
     return {path: read_profile(Path(path)) for path in paths}
 

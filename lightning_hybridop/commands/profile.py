@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from peft import LoraConfig
 from rich.console import Console, RenderableType
 from rich.progress import Progress
@@ -25,6 +25,7 @@ from lightning_hybridop.devices.host import best_device, named_device
 from lightning_hybridop.devices.measure import Measured, measure, measured_profile, measured_setting, steps
 from lightning_hybridop.modules.language_models import SMOLLM2, load_configuration
 from lightning_hybridop.pipeline.links import MeasuredLink, measure_links
+from lightning_hybridop.planning.fields import check_whole
 from lightning_hybridop.planning.workload import DTYPE_BYTES, workload_from_dict
 from lightning_hybridop.reporting.profiles import TimedPart, links_table, profile_table
 
@@ -59,6 +60,13 @@ def check(config: DictConfig) -> None:
             raise ConfigurationError(f"{name}: found {value!r}, expected a whole number of at least 1.")
     if config.dtype not in DTYPES:
         raise ConfigurationError(f"dtype: found {config.dtype!r}, expected one of {', '.join(DTYPES)}.")
+    targets = config.model.lora_targets
+    if not isinstance(targets, ListConfig) or not targets:
+        raise ConfigurationError(
+            f"model.lora_targets: found {targets!r}, expected a list of projections, such as [q_proj, v_proj]."
+        )
+    for name in ("lora_rank", "lora_alpha"):
+        check_whole(f"model.{name}", config.model[name], 1, error=ConfigurationError)
     if not isinstance(config.refresh, bool):
         raise ConfigurationError(f"refresh: found {config.refresh!r}, expected true or false.")
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from lightning_hybridop.commands.configuration import ConfigurationError
@@ -24,7 +24,7 @@ from lightning_hybridop.commands.planned import (
 )
 from lightning_hybridop.planning.costs import layout_value
 from lightning_hybridop.planning.plan import Plan, load_plan, plan_to_dict
-from lightning_hybridop.planning.planner import PlannedPipeline, plan_layout
+from lightning_hybridop.planning.planner import PlannedPipeline, checked_layout
 from lightning_hybridop.reporting.gantt import draw_timeline
 from lightning_hybridop.reporting.page import write_page
 from lightning_hybridop.reporting.perfetto import write_trace
@@ -45,6 +45,7 @@ def simulate(overrides: Sequence[str], *, html: bool) -> None:
     rows = prediction_rows(prediction)
     simulation, plan = prediction.simulation, prediction.plan
     folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, folder / "config.yaml")
     write_csv(folder / "devices.csv", rows)
     write_json(
         folder / "simulation.json",
@@ -98,7 +99,7 @@ def _prediction(config: DictConfig) -> Prediction:
     plan = plan if config.schedule is None else _scheduled(plan, config.schedule)
     cluster, workload = configured_cluster(config), configured_workload(config)
     costs = plan_costs(cluster, workload, plan)
-    layout = plan_layout(plan, costs)
+    layout = checked_layout(plan, costs)
     pipeline = PlannedPipeline(
         costs=costs,
         layout=layout,

@@ -23,6 +23,8 @@ def named_device(name: str) -> torch.device:
     missing = NoDeviceError(
         f"device: there is no {name} on this machine; choose another, such as {best_device()}."
     )
+    if name.partition(":")[0] not in ("cpu", "cuda", "npu"):
+        raise missing
     if name.startswith("npu"):
         npu = torch_npu()  # torch does not know the type before
         if npu is None or not npu.is_available():

@@ -10,6 +10,7 @@ from types import MappingProxyType
 import yaml
 
 from lightning_hybridop.planning.cluster import ClusterError, DeviceProfile, profile_from_dict
+from lightning_hybridop.planning.fields import read_yaml
 
 
 @cache
@@ -32,14 +33,7 @@ def read_profile(path: Path) -> DeviceProfile:
     Raises:
         ClusterError: the file cannot be read, is not YAML, or holds no profile.
     """
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ClusterError(
-            f"profile: cannot read {path} ({error.strerror}); give the path of a profile's YAML file."
-        ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ClusterError(f"profile: {path} is not a YAML file ({' '.join(str(error).split())}).") from error
+    values = read_yaml(path, what="profile", error=ClusterError)
     return profile_from_dict(values, where=str(path))
 
 

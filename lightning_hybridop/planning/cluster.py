@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_hybridop.planning.fields import check_number, checked_fields
+from lightning_hybridop.planning.fields import check_name, check_number, check_whole, checked_fields
 
 BYTES_PER_GB = 1e9
+DTYPES = ("float32", "bfloat16", "float16", "int8")
+MOST_DEVICES = 64
 
 
 class ClusterError(ValueError):
@@ -43,6 +45,7 @@ class DeviceProfile:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_name("profile.name", self.name, error=ClusterError)
         for name in ("forward_tflops", "backward_tflops", "head_forward_tflops", "head_backward_tflops"):
             rates = getattr(self, name)
             if not isinstance(rates, Mapping):
@@ -50,15 +53,22 @@ class DeviceProfile:
                     f"{self.name}.{name}: found {rates!r}, expected a rate for each dtype, such as {{float16: 4}}."
                 )
             for dtype, rate in rates.items():
+                if dtype not in DTYPES:
+                    raise ClusterError(
+                        f"{self.name}.{name}: found {dtype!r}, expected one of {', '.join(DTYPES)}."
+                    )
                 check_number(f"{self.name}.{name}.{dtype}", rate, error=ClusterError)
         if not isinstance(self.forward_only, bool):
             raise ClusterError(
                 f"{self.name}.forward_only: found {self.forward_only!r}, expected true or false."
             )
-        for name in ("efficiency", "memory_gb", "memory_bandwidth_gb_s", "busy_w", "idle_w"):
+        if self.efficiency is not None:
+            _check_share(f"{self.name}.efficiency", self.efficiency)
+        for name in ("memory_gb", "memory_bandwidth_gb_s", "busy_w", "idle_w"):
             value = getattr(self, name)
             if value is not None:
-                check_number(f"{self.name}.{name}", value, error=ClusterError)
+                above = name != "idle_w"
+                check_number(f"{self.name}.{name}", value, error=ClusterError, above=above)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,19 +127,23 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.devices:
             raise ClusterError("devices: found none, expected at least one; add a line with a profile.")
+        if len(self.devices) > MOST_DEVICES:
+            raise ClusterError(f"devices: found {len(self.devices)}, expected at most {MOST_DEVICES}.")
+        check_name("cluster.name", self.name, error=ClusterError)
         names = [device.name for device in self.devices]
         for name in names:
+            check_name("devices.name", name, error=ClusterError)
             if names.count(name) > 1:
-                raise ClusterError(f"devices: two are called {name}; give each a name of its own.")
+                raise ClusterError(
+                    f"devices: two are called {name}; give one entry a `name`, or put both into one entry with a `count`."
+                )
         for pair in self.links:
             for name in pair:
                 if name not in names:
                     raise ClusterError(
                         f"links: there is no device {name}; the devices are {', '.join(names)}."
                     )
-        check_number("usable_memory", self.usable_memory, error=ClusterError)
-        if self.usable_memory > 1:
-            raise ClusterError(f"usable_memory: found {self.usable_memory}, expected a share of at most 1.")
+        _check_share("usable_memory", self.usable_memory)
         check_number("time_scale", self.time_scale, error=ClusterError)
         if not isinstance(self.emulate, bool):
             raise ClusterError(f"emulate: found {self.emulate!r}, expected true or false.")
@@ -145,6 +159,16 @@ class Cluster:
             devices=tuple(device for device in self.devices if device.name in names),
             links={pair: link for pair, link in self.links.items() if set(pair) <= set(names)},
         )
+
+
+def _check_share(where: str, value: Any) -> None:
+    check_number(where, value, error=ClusterError)
+    if value > 1:
+        raise ClusterError(f"{where}: found {value}, expected a share of at most 1.")
+
+
+def _or_empty(value: Any) -> Any:
+    return {} if value is None else value
 
 
 def profile_from_dict(values: Any, *, where: str = "profile") -> DeviceProfile:
@@ -172,13 +196,16 @@ def cluster_from_dict(values: Any, profiles: Mapping[str, DeviceProfile]) -> Clu
     """
     fields = checked_fields("cluster", values, Cluster, error=ClusterError, also=("efficiency",))
     efficiency = fields.pop("efficiency", None)
-    entries = fields.pop("devices") or ()
+    if efficiency is not None:
+        _check_share("efficiency", efficiency)
+    entries = fields.pop("devices")
+    entries = () if entries is None else entries
     if not isinstance(entries, (list, tuple)):
         raise ClusterError(f"devices: found {type(entries).__name__}, expected a list of profiles.")
     devices: list[Device] = []
     for index, entry in enumerate(entries):
         devices += _devices(f"devices[{index}]", entry, profiles, efficiency)
-    link = Link(**checked_fields("link", fields.pop("link", None) or {}, Link, error=ClusterError))
+    link = Link(**checked_fields("link", _or_empty(fields.pop("link", None)), Link, error=ClusterError))
     links = {}
     given_links = fields.pop("links", None) or ()
     if not isinstance(given_links, (list, tuple)):
@@ -207,16 +234,19 @@ def _devices(
         )
     given = dict(entry)
     name, count, label = given.pop("profile", None), given.pop("count", 1), given.pop("name", None)
-    if name not in profiles:
+    if not isinstance(name, str) or name not in profiles:
         raise ClusterError(
             f"{where}.profile: there is no profile {name!r}; choose from {', '.join(sorted(profiles))}."
         )
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ClusterError(f"{where}.count: found {count!r}, expected a whole number of at least 1.")
+    check_whole(f"{where}.count", count, 1, MOST_DEVICES, error=ClusterError)
+    if label is not None:
+        check_name(f"{where}.name", label, error=ClusterError)
     known = {f.name: getattr(profiles[name], f.name) for f in dataclasses.fields(DeviceProfile)}
     if known["efficiency"] is None:
         known["efficiency"] = efficiency
     profile = profile_from_dict({**known, **given, "name": known["name"]}, where=where)
     label = label or profile.name
-    names = [label] if count == 1 and entry.get("name") else [f"{label}-{i}" for i in range(count)]
+    names = (
+        [label] if count == 1 and entry.get("name") is not None else [f"{label}-{i}" for i in range(count)]
+    )
     return [Device(name=each, profile=profile) for each in names]

@@ -4,6 +4,7 @@ Times are in seconds, sizes in bytes. Equations take one `StageTimes` per stage,
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -373,7 +374,8 @@ def pipeline_costs(
             "mini-batch."
         )
     devices = tuple(_device_costs(device, cluster, workload, micro_batches) for device in cluster.devices)
-    block = workload.block(workload.rows / micro_batches)
+    # Where the rows cannot be cut evenly, the largest micro-batch sets the pace and the memory.
+    block = workload.block(math.ceil(workload.rows / micro_batches))
     size = block.output_bytes
     links = tuple(tuple(_link_times(cluster, a, b, size) for b in cluster.devices) for a in cluster.devices)
     return PipelineCosts(
@@ -384,7 +386,7 @@ def pipeline_costs(
         exit_queries=exit_queries,
         exit_baseline=exit_baseline,
         tied_embeddings=workload.architecture.tied_embeddings,
-        rows=workload.rows / micro_batches,
+        rows=math.ceil(workload.rows / micro_batches),
         hidden_bytes=size,
         adapter_bytes=4.0 * block.trainable_parameters,
     )
@@ -403,7 +405,7 @@ def _device_costs(device: Device, cluster: Cluster, workload: Workload, micro_ba
         raise ClusterError(
             f"{device.name}: its memory is unknown; set memory_gb in the cluster's entry for {profile.name}."
         )
-    rows = workload.rows / micro_batches
+    rows = math.ceil(workload.rows / micro_batches)
     block, embedding, head = workload.block(rows), workload.embedding(rows), workload.head(rows)
     blocks = workload.architecture.blocks
     zo = profile.forward_only or not profile.backward_tflops

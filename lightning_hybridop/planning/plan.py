@@ -7,13 +7,16 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from lightning_hybridop.planning.fields import check_number, checked_fields
+from lightning_hybridop.planning.fields import check_number, check_whole, checked_fields, read_yaml
 
 Role = Literal["zo", "bp", "frozen"]
 ScheduleName = Literal["hybridop", "gpipe", "1f1b"]
 Difference = Literal["forward", "central"]
 ExitBaseline = Literal["exit", "full"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
+
+MOST_PASSES = 4096
+"""The most micro-batches, and queries of each, that a schedule is made for."""
 
 _FIGURES = ("predicted", "measured")
 
@@ -83,10 +86,10 @@ class Plan:
     measured: Figures | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        _check_integer("blocks", self.blocks, 1)
-        _check_integer("micro_batches", self.micro_batches, 1)
-        _check_integer("queries", self.queries, 0)
-        _check_integer("exit_queries", self.exit_queries, 0)
+        check_whole("blocks", self.blocks, 1, error=PlanError)
+        check_whole("micro_batches", self.micro_batches, 1, MOST_PASSES, error=PlanError)
+        check_whole("queries", self.queries, 0, MOST_PASSES, error=PlanError)
+        check_whole("exit_queries", self.exit_queries, 0, MOST_PASSES, error=PlanError)
         _check_choice("schedule", self.schedule, get_args(ScheduleName))
         _check_choice("difference", self.difference, get_args(Difference))
         _check_choice("exit_baseline", self.exit_baseline, get_args(ExitBaseline))
@@ -136,9 +139,9 @@ def even_plan(*, blocks: int, stages: int, zo_stages: int = 0, **options: Any) -
     Raises:
         PlanError: more stages than blocks, more zo stages than stages, or a bad option.
     """
-    _check_integer("blocks", blocks, 1)
-    _check_integer("stages", stages, 1)
-    _check_integer("zo_stages", zo_stages, 0)
+    check_whole("blocks", blocks, 1, error=PlanError)
+    check_whole("stages", stages, 1, error=PlanError)
+    check_whole("zo_stages", zo_stages, 0, error=PlanError)
     if zo_stages > stages:
         raise PlanError(f"zo_stages: found {zo_stages} of {stages} stages; use at most {stages}.")
     if stages > blocks:
@@ -159,17 +162,7 @@ def load_plan(path: str | Path) -> Plan:
     Raises:
         PlanError: the file is missing, is not YAML, or holds an invalid plan.
     """
-    path = Path(path)
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PlanError(
-            f"plan: cannot read {path} ({error.strerror}); give the path of a plan's YAML file."
-        ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise PlanError(f"plan: {path} is not a YAML file ({reason}).") from error
-    return plan_from_dict(values)
+    return plan_from_dict(read_yaml(path, what="plan", error=PlanError))
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
@@ -225,14 +218,20 @@ def plan_from_dict(values: Any) -> Plan:
     )
     for name in _FIGURES:
         if fields.get(name) is not None:
-            figures = checked_fields(name, fields[name], Figures, error=PlanError)
-            fields[name] = Figures(**{**figures, "memory_mib": tuple(figures["memory_mib"])})
+            fields[name] = _figures(name, fields[name])
     return Plan(**fields)
 
 
-def _check_integer(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise PlanError(f"{name}: found {value!r}, expected a whole number of at least {least}.")
+def _figures(where: str, values: Any) -> Figures:
+    figures = checked_fields(where, values, Figures, error=PlanError)
+    memory = figures["memory_mib"]
+    if not isinstance(memory, (list, tuple)):
+        raise PlanError(f"{where}.memory_mib: found {memory!r}, expected a list with one number per stage.")
+    for name in ("iteration_seconds", "comu_ti"):
+        check_number(f"{where}.{name}", figures[name], error=PlanError, above=False)
+    for value in memory:
+        check_number(f"{where}.memory_mib", value, error=PlanError, above=False)
+    return Figures(**{**figures, "memory_mib": tuple(memory)})
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
@@ -244,8 +243,8 @@ def _check_stage(index: int, stage: Any) -> None:
     where = f"stages[{index}]"
     if not isinstance(stage, Stage):
         raise PlanError(f"{where}: found {type(stage).__name__}, expected a Stage.")
-    _check_integer(f"{where}.first", stage.first, 0)
-    _check_integer(f"{where}.last", stage.last, 0)
+    check_whole(f"{where}.first", stage.first, 0, error=PlanError)
+    check_whole(f"{where}.last", stage.last, 0, error=PlanError)
     _check_choice(f"{where}.role", stage.role, get_args(Role))
     _check_choice(f"{where}.dtype", stage.dtype, (None, *get_args(DTypeName)))
     if stage.last <= stage.first:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_hybridop.planning.cluster import Cluster
+from lightning_hybridop.planning.cluster import Cluster, ClusterError
 from lightning_hybridop.planning.costs import (
     Assignment,
     Layout,
@@ -19,6 +19,9 @@ from lightning_hybridop.planning.partition import PlannedLayout, best_layout
 from lightning_hybridop.planning.plan import ExitBaseline, Plan, PlanError, Stage
 from lightning_hybridop.planning.search import PRECISION
 from lightning_hybridop.planning.workload import Workload
+
+MOST_KINDS = 10
+"""The most unlike devices that a plan is searched for: the time doubles with each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +91,12 @@ def plan_pipeline(
         objective=objective,
     )
     choices = workload.micro_batch_choices() if micro_batches is None else (micro_batches,)
+    kinds = len(device_kinds(request.costs(choices[0])))
+    if kinds > MOST_KINDS:
+        raise ClusterError(
+            f"devices: found {kinds} kinds of devices, expected at most {MOST_KINDS}, because every order of unlike devices is "
+            "tried; give devices that differ little the same figures."
+        )
     best = _best(request, choices, use_all=use_all)
     if best is None:
         raise _infeasible(request, choices, use_all=use_all)
@@ -98,7 +107,7 @@ def plan_pipeline(
         value=planned.value,
         plan=layout_plan(costs, planned.layout, exit_baseline=exit_baseline),
         left_out=_left_out(request, choices, costs, planned),
-        notes=_notes(costs),
+        notes=_notes(costs, planned.layout),
     )
 
 
@@ -168,6 +177,24 @@ def plan_layout(plan: Plan, costs: PipelineCosts) -> Layout:
     )
 
 
+def checked_layout(plan: Plan, costs: PipelineCosts) -> Layout:
+    """Return the layout of a plan whose roles are those that its devices have.
+
+    Raises:
+        PlanError: as `plan_layout`, and for a stage whose device cannot play its role in this cluster.
+    """
+    layout = plan_layout(plan, costs)
+    for index, (stage, part) in enumerate(zip(plan.stages, layout, strict=True)):
+        device = costs.devices[part.device]
+        if (stage.role != "bp") != device.zo:
+            can = "only runs forward" if device.zo else "back-propagates"
+            raise PlanError(
+                f"stages[{index}].role: found {stage.role}, but {device.name} {can} in this cluster; change the role, or the "
+                "device's forward_only."
+            )
+    return layout
+
+
 def _best(
     request: _Request, choices: Iterable[int], *, use_all: bool
 ) -> tuple[PipelineCosts, PlannedLayout] | None:
@@ -220,23 +247,22 @@ def _left_out(
             reason = "with every device in use nothing fits into memory"
         else:
             without, with_all = _unlike(planned.value, everything[1].value)
-            reason = (
-                f"the iteration takes {without} s without {pronoun} and {with_all} s with every device in use"
-            )
+            by = "by the published formula " if request.objective == "paper" else ""
+            reason = f"{by}the iteration takes {without} s without {pronoun} and {with_all} s with every device in use"
         sentences.append(f"{_listed(names)} {verb} left out: {reason}.")
     return tuple(sentences)
 
 
-def _notes(costs: PipelineCosts) -> tuple[str, ...]:
-    """Return what is special about the devices."""
-    zo = [device.zo for device in costs.devices]
+def _notes(costs: PipelineCosts, layout: Layout) -> tuple[str, ...]:
+    """Return what is special about the stages."""
+    zo = [costs.devices[part.device].zo for part in layout]
     notes = []
     if len(zo) == 1:
         notes.append("one device: no pipeline, it runs the whole model.")
     if all(zo):
         notes.append("no device can back-propagate: every stage learns from perturbations alone.")
     if not any(zo):
-        notes.append("no zo device: every stage back-propagates, nothing is perturbed.")
+        notes.append("no zo stage: every stage back-propagates, and nothing is perturbed, whatever Q.")
     return tuple(notes)
 
 

@@ -4,7 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_hybridop.planning.fields import check_number, checked_fields
+from lightning_hybridop.planning.fields import check_name, check_number, check_whole, checked_fields
+
+MOST_BLOCKS = 256
+MOST_ROWS = 4096
+MOST_SIZE = 10**7
+MOST_MICRO_BATCHES = 64
+"""What can be planned for: the planner searches exactly, and its time grows with blocks and with M to choose from."""
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
@@ -50,6 +56,7 @@ class Architecture:
     positions: int = 0
 
     def __post_init__(self) -> None:
+        check_name("architecture.name", self.name, error=WorkloadError)
         for name in (
             "blocks",
             "hidden",
@@ -61,9 +68,10 @@ class Architecture:
             "experts",
             "active_experts",
         ):
-            _check_whole(f"architecture.{name}", getattr(self, name), 1)
+            most = MOST_BLOCKS if name == "blocks" else MOST_SIZE
+            check_whole(f"architecture.{name}", getattr(self, name), 1, most, error=WorkloadError)
         for name in ("norms", "positions"):
-            _check_whole(f"architecture.{name}", getattr(self, name), 0)
+            check_whole(f"architecture.{name}", getattr(self, name), 0, MOST_SIZE, error=WorkloadError)
         for name in ("tied_embeddings", "gated", "norm_bias"):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -125,7 +133,7 @@ class Adapter:
     targets: tuple[str, ...] = ("q", "v")
 
     def __post_init__(self) -> None:
-        _check_whole("adapter.rank", self.rank, 1)
+        check_whole("adapter.rank", self.rank, 1, MOST_SIZE, error=WorkloadError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,17 +175,18 @@ class Workload:
     activation_elements: float | None = None
 
     def __post_init__(self) -> None:
-        _check_whole("rows", self.rows, 1)
-        _check_whole("length", self.length, 1)
-        if self.dtype not in DTYPE_BYTES:
+        check_whole("rows", self.rows, 1, MOST_ROWS, error=WorkloadError)
+        check_whole("length", self.length, 1, MOST_SIZE, error=WorkloadError)
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPE_BYTES:
             raise WorkloadError(f"dtype: found {self.dtype!r}, expected one of {', '.join(DTYPE_BYTES)}.")
         if self.activation_elements is not None:
             check_number("activation_elements", self.activation_elements, error=WorkloadError)
         _check_projections("adapter.targets", self.adapter.targets, self.architecture)
 
     def micro_batch_choices(self) -> tuple[int, ...]:
-        """Return every M that cuts the mini-batch into equal micro-batches."""
-        return tuple(count for count in range(1, self.rows + 1) if self.rows % count == 0)
+        """Return every M up to 64 that cuts the mini-batch into equal micro-batches."""
+        most = min(self.rows, MOST_MICRO_BATCHES)
+        return tuple(count for count in range(1, most + 1) if self.rows % count == 0)
 
     def embedding(self, rows: float) -> PartCosts:
         """Return the costs of the embedding for a micro-batch; a look-up has no arithmetic to speak of."""
@@ -274,21 +283,21 @@ def workload_from_dict(values: Any) -> Workload:
     sizes = checked_fields("architecture", fields.pop("architecture"), Architecture, error=WorkloadError)
     if "biases" in sizes:
         sizes["biases"] = _names("architecture.biases", sizes["biases"])
-    adapter = checked_fields("adapter", fields.pop("adapter", None) or {}, Adapter, error=WorkloadError)
+    adapter = checked_fields(
+        "adapter",
+        {} if (given := fields.pop("adapter", None)) is None else given,
+        Adapter,
+        error=WorkloadError,
+    )
     if "targets" in adapter:
         adapter["targets"] = _names("adapter.targets", adapter["targets"])
     return Workload(architecture=Architecture(**sizes), adapter=Adapter(**adapter), **fields)
 
 
 def _names(where: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, (list, tuple)):
+    if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
         raise WorkloadError(f"{where}: found {value!r}, expected a list of projections.")
     return tuple(value)
-
-
-def _check_whole(where: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise WorkloadError(f"{where}: found {value!r}, expected a whole number of at least {least}.")
 
 
 def _check_projections(where: str, names: tuple[str, ...], sizes: Architecture) -> None:

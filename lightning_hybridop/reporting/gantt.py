@@ -130,7 +130,7 @@ def _draw_stage(axes: "Axes", actions: list[TimedAction], stage: int, origin: fl
 
 
 def _decorate(axes: "Axes", plan: Plan) -> None:
-    axes.set_yticks(range(len(plan.stages)), [stage_label(plan, stage) for stage in range(len(plan.stages))])
+    axes.set_yticks(range(len(plan.stages)), [_row_label(plan, stage) for stage in range(len(plan.stages))])
     axes.tick_params(axis="y", length=0, pad=8, labelcolor=INK, labelsize=9.5)
     axes.tick_params(axis="x", length=3, color=FAINT_INK, labelcolor=FAINT_INK, labelsize=9)
     axes.set_xlabel("milliseconds from the first action", color=FAINT_INK, fontsize=9, loc="right")
@@ -138,6 +138,12 @@ def _decorate(axes: "Axes", plan: Plan) -> None:
     axes.set_axisbelow(True)  # below the bars: a line across a bar would look like two actions
     for spine in axes.spines.values():
         spine.set_visible(False)
+
+
+def _row_label(plan: Plan, stage: int) -> str:
+    """Return a stage's name; on two lines where a device's name makes it long."""
+    label = stage_label(plan, stage)
+    return label.replace(" · ", "\n", 1) if plan.stages[stage].name else label
 
 
 def _draw_legend(figure: "Figure", height: float, kinds: set[Kind]) -> None:

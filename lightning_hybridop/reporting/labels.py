@@ -18,10 +18,11 @@ def stage_blocks(plan: Plan, stage: int) -> str:
 
 
 def stage_label(plan: Plan, stage: int) -> str:
-    """Return the name of a stage, for example `stage 0 · zo · blocks 0-7`."""
+    """Return the name of a stage, for example `stage 0 · zo · blocks 0-7`, with its device's name if it has one."""
     blocks = stage_blocks(plan, stage)
     noun = "blocks" if "-" in blocks else "block"
-    return f"stage {stage} · {plan.stages[stage].role} · {noun} {blocks}"
+    name = plan.stages[stage].name or f"stage {stage}"
+    return f"{name} · {plan.stages[stage].role} · {noun} {blocks}"
 
 
 def action_label(action: Action) -> str:

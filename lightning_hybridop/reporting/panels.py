@@ -45,9 +45,10 @@ class Panel:
         return max(ends, default=0.0)
 
 
-def draw_panels(panels: Sequence[Panel], path: str | Path) -> None:
+def draw_panels(panels: Sequence[Panel], path: str | Path, *, until: float | None = None) -> None:
     """Draw the panels under each other as a PNG picture at `path`; missing parent folders are created.
 
+    The time axis ends at `until` seconds, if anything lasts longer: such panels are cut off and say when they end.
     Raises ModuleNotFoundError without matplotlib and ValueError without panels.
     """
     if not panels:
@@ -59,6 +60,8 @@ def draw_panels(panels: Sequence[Panel], path: str | Path) -> None:
     height = sum(heights) + TOP + BOTTOM
     figure = Figure(figsize=(WIDTH, height), dpi=110, facecolor="white")
     longest = max(panel.end for panel in panels)
+    if until is not None:
+        longest = min(longest, until)
     top = height - TOP
     for panel, own in zip(panels, heights, strict=True):
         rows = own - TITLE_HEIGHT
@@ -71,7 +74,7 @@ def draw_panels(panels: Sequence[Panel], path: str | Path) -> None:
         figure.text(
             LEFT / WIDTH,
             (top - TITLE_HEIGHT * 0.62) / height,
-            panel.title,
+            f"{panel.title}: {panel.end:.2f} s" + (" (cut off)" if panel.end > longest else ""),
             fontsize=9,
             fontweight="bold",
             color=INK,

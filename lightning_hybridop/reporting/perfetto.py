@@ -53,7 +53,7 @@ def _names(plan: Plan, stage: int) -> list[dict[str, Any]]:
     return [
         metadata("process_name", name=stage_label(plan, stage)),
         metadata("process_sort_index", sort_index=stage),
-        metadata("thread_name", name=f"actions on {plan.stages[stage].device}"),
+        metadata("thread_name", name=f"actions on {plan.stages[stage].name or plan.stages[stage].device}"),
     ]
 
 

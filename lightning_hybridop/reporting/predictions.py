@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from lightning_hybridop.planning.plan import Plan
@@ -63,7 +64,7 @@ def stage_cells(row: Row) -> tuple[str, ...]:
     """Return one row of `stage_rows` as texts."""
     return (
         str(row["stage"]),
-        row["device"],
+        escape(row["device"]),
         row["role"],
         row["blocks"],
         f"{row['busy_seconds']:.3f}",
@@ -107,8 +108,8 @@ def comparison_rows(results: Sequence[MethodResult]) -> list[Row]:
                 ),
                 "over_memory": ", ".join(result.over_memory),
                 "energy_per_sample_j": result.energy_per_sample,
-                "hybridop_speedup": speedup,
-                "claimed_speedup": CLAIMED_SPEEDUPS.get((result.method, result.with_npus)),
+                "ratio": speedup,
+                "paper_ratio": CLAIMED_SPEEDUPS.get((result.method, result.with_npus)),
                 "layout": result.description,
                 "reason": result.reason,
             }
@@ -154,8 +155,8 @@ def comparison_cells(row: Row) -> tuple[str, ...]:
         number("comu_ti", "{:.0%}"),
         memory,
         number("energy_per_sample_j", "{:.0f}"),
-        number("hybridop_speedup", "{:.2f}"),
-        number("claimed_speedup", "{:.2f}"),
+        number("ratio", "{:.2f}"),
+        number("paper_ratio", "{:.2f}"),
     )
 
 

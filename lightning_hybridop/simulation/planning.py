@@ -44,7 +44,7 @@ def plan_by_simulation(
     """Return the pipeline that takes the least time in simulation among the planner's best.
 
     Candidates are the planner's own choice and, for each M to choose from, every device in use and all devices that
-    back-propagate alone. With `use_all`, or with the paper's objective, only the planner's own choice is simulated. Of
+    back-propagate alone (not with `use_all`). With the paper's objective only the planner's own choice is simulated. Of
     two that are equally fast the first one in this order is taken, with the smaller M.
 
     Raises:
@@ -70,11 +70,11 @@ def plan_by_simulation(
 
     # The planner's own choice: where nothing fits, it is the one that says why.
     chosen = simulated(cluster, micro_batches, everything=use_all)
-    if use_all or objective == "paper":
+    if objective == "paper":
         return chosen
     counts = workload.micro_batch_choices() if micro_batches is None else (micro_batches,)
     bp = tuple(device.name for device in chosen.pipeline.costs.devices if not device.zo)
-    among = [cluster, *([cluster.only(bp)] if 0 < len(bp) < len(cluster.devices) else [])]
+    among = [cluster, *([cluster.only(bp)] if 0 < len(bp) < len(cluster.devices) and not use_all else [])]
     candidates = [chosen]
     for part in among:
         for count in counts:

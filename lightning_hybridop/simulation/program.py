@@ -91,6 +91,8 @@ class Program:
         places = 0
         for number, task in enumerate(self.tasks):
             where = devices_of(task)
+            if not where:
+                raise ProgramError(f"Task {number} has no device; give it at least one.")
             places += len(where)
             for device in where:
                 if (device, number) not in standing:

@@ -73,7 +73,9 @@ def test_all_ranks_run_one_plan_that_is_saved_with_what_it_took(tmp_path: Path) 
     # All ranks are of one host, which kept one measurement, and read it the second time.
     assert files >= 1
     assert kept
-    assert all("3-beside" in path.name for path in (tmp_path / "cache" / "profiles").iterdir())
+    # No more at a time than there are cores: each process computes with one thread.
+    beside = min(3, os.cpu_count() or 1)
+    assert all(f"{beside}-beside" in path.name for path in (tmp_path / "cache" / "profiles").iterdir())
     assert again.micro_batches in (1, 2, 4, 8)
     saved = load_plan(tmp_path / "plan.yaml")
     assert saved == again

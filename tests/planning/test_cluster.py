@@ -197,7 +197,7 @@ def test_shipped_clusters_are_those_of_the_paper(name: str, devices: int, kinds:
         ),
         (
             {"devices": [{"profile": "gpu", "name": "a"}, {"profile": "npu", "name": "a"}]},
-            "devices: two are called a; give each a name of its own.",
+            "devices: two are called a; give one entry a `name`",
         ),
         ({"device": []}, "cluster.device: unknown field; did you mean devices?"),
         ({"bandwidth": 3}, "cluster.bandwidth: unknown field; known fields: name, devices, link,"),
@@ -237,7 +237,7 @@ def test_shipped_clusters_are_those_of_the_paper(name: str, devices: int, kinds:
         ({"usable_memory": 0}, "usable_memory: found 0, expected a number above 0."),
         ({"time_scale": -1}, "time_scale: found -1, expected a number above 0."),
         ({"emulate": "yes"}, "emulate: found 'yes', expected true or false."),
-        ({"efficiency": 0}, "npu.efficiency: found 0, expected a number above 0."),
+        ({"efficiency": 0}, "efficiency: found 0, expected a number above 0."),
     ],
 )
 def test_a_bad_cluster_is_refused(change: dict[str, Any], message: str) -> None:

@@ -161,7 +161,10 @@ def test_left_out_because_there_are_too_few_blocks_or_too_little_memory() -> Non
     ("devices", "notes"),
     [
         (MIXED.devices, ()),
-        (MIXED.devices[2:], ("no zo device: every stage back-propagates, nothing is perturbed.",)),
+        (
+            MIXED.devices[2:],
+            ("no zo stage: every stage back-propagates, and nothing is perturbed, whatever Q.",),
+        ),
         (
             MIXED.devices[:2],
             ("no device can back-propagate: every stage learns from perturbations alone.",),

@@ -25,5 +25,5 @@ def test_ratios_are_to_hybridop_with_npus_or_else_without(
         ]
     )
 
-    assert [row["hybridop_speedup"] for row in rows] == ratios
+    assert [row["ratio"] for row in rows] == ratios
     assert [row["peak_memory_gb"] for row in rows][::2] == [2.0, 2.0]

@@ -81,7 +81,7 @@ def test_a_device_that_only_slows_things_down_is_left_out_with_both_times() -> N
 def test_a_fast_device_is_used() -> None:
     best = plan_by_simulation(cluster(0.02), WORKLOAD)
 
-    assert [stage.name for stage in best.pipeline.plan.stages][0] == "npu"
+    assert best.pipeline.plan.stages[0].name == "npu"
     assert best.pipeline.left_out == ()
 
 
