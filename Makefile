@@ -8,6 +8,9 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progress-b
 # Of all that pip says, only the name of each package that it fetches, and what goes wrong.
 NAMES := sed -un 's/^Collecting \([^ ]*\).*/  \1/p'
 
+# Every process of a run imports torch, which takes it seconds where no compiled files may be left for the next one.
+unexport PYTHONDONTWRITEBYTECODE
+
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 

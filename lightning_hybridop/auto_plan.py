@@ -112,12 +112,14 @@ def place_by_measuring(
 
 def _planned(cluster: Cluster, workload: Workload, options: Mapping[str, Any]) -> Plan:
     """Return the best plan that uses every device, with what is predicted of it."""
+    # A central difference runs every query twice.
+    signs = 2 if options["difference"] == "central" else 1
     pipeline = plan_pipeline(
         cluster,
         workload,
         micro_batches=options["micro_batches"],
-        queries=options["queries"],
-        exit_queries=options["exit_queries"],
+        queries=signs * options["queries"],
+        exit_queries=signs * options["exit_queries"],
         exit_baseline=options["exit_baseline"],
         use_all=True,
     )

@@ -153,6 +153,10 @@ def test_every_method_is_compared_with_and_without_npus(
         (["cluster=local_2bp"], "This cluster says how many processes run on this host"),
         (["cluster=paper_4b"], "There is no cluster=paper_4b; choose from:"),
         (["~cluster"], "There is no cluster; pass cluster=<name>"),
+        (
+            ["cluster.devices=[{profile: jetson-orin-nx-16g}]"],
+            "devices[0].profile: there is no profile 'jetson-orin-nx-16g'; did you mean jetson-orin-nx-16gb?",
+        ),
         (["cluster.devices=3"], "devices: found int, expected a list of profiles."),
         (["cluster.devices={}"], "cluster.devices={} cannot take the place of"),
         (["cluster.devices=[{profile: ~/x.yaml}]"], "with values that hold ~, : or spaces in quotes"),

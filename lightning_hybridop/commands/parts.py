@@ -72,12 +72,14 @@ def _planned(config: DictConfig) -> Plan:
     """Return the planner's plan for a cluster of devices, with what is predicted of it if the cluster is emulated."""
     cluster, workload = configured_cluster(config), configured_workload(config)
     strategy = config.strategy
+    # A central difference runs every query twice.
+    signs = 2 if strategy.difference == "central" else 1
     prediction = predict(
         cluster,
         workload,
         micro_batches=strategy.micro_batches,
-        queries=strategy.queries,
-        exit_queries=strategy.exit_queries,
+        queries=_passes(strategy.queries, signs),
+        exit_queries=_passes(strategy.exit_queries, signs),
         objective="makespan",
         use_all=config.use_all,
     )
@@ -88,7 +90,13 @@ def _planned(config: DictConfig) -> Plan:
             f"cluster was planned for has {prediction.plan.blocks}; choose a workload and a model of as many blocks."
         )
     options = {name: strategy[name] for name in ("schedule", "difference", "exit_baseline")}
-    plan = dataclasses.replace(prediction.plan, **options, predicted=None)
+    plan = dataclasses.replace(
+        prediction.plan,
+        queries=prediction.plan.queries // signs,
+        exit_queries=prediction.plan.exit_queries // signs,
+        **options,
+        predicted=None,
+    )
     if not cluster.emulate:
         return plan
     if len(plan.stages) == 1:
@@ -101,6 +109,11 @@ def _planned(config: DictConfig) -> Plan:
     assert emulated.predicted is not None
     # The memory is that of the devices' own model, and the run's is that of a smaller one.
     return dataclasses.replace(emulated, predicted=dataclasses.replace(emulated.predicted, memory_mib=()))
+
+
+def _passes(queries: Any, signs: int) -> Any:
+    """Return how often queries run; what is no number is left for the planner to judge."""
+    return queries * signs if isinstance(queries, int) else queries
 
 
 def run_emulation(config: DictConfig, plan: Plan) -> Emulation | None:

@@ -1,6 +1,5 @@
 """The library of device profiles: one YAML file each in `library/`, with the source of every figure."""
 
-import difflib
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
@@ -35,17 +34,3 @@ def read_profile(path: Path) -> DeviceProfile:
     """
     values = read_yaml(path, what="profile", error=ClusterError)
     return profile_from_dict(values, where=str(path))
-
-
-def load_profile(name: str) -> DeviceProfile:
-    """Return the profile of that name.
-
-    Raises:
-        ClusterError: there is none; the nearest names are suggested.
-    """
-    profiles = load_profiles()
-    if name not in profiles:
-        near = difflib.get_close_matches(name, profiles, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(profiles)}."
-        raise ClusterError(f"There is no device profile {name!r}; {hint}")
-    return profiles[name]

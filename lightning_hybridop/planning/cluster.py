@@ -1,6 +1,7 @@
 """The cluster: which devices there are, how fast and how large, and the links between them."""
 
 import dataclasses
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -235,9 +236,9 @@ def _devices(
     given = dict(entry)
     name, count, label = given.pop("profile", None), given.pop("count", 1), given.pop("name", None)
     if not isinstance(name, str) or name not in profiles:
-        raise ClusterError(
-            f"{where}.profile: there is no profile {name!r}; choose from {', '.join(sorted(profiles))}."
-        )
+        near = difflib.get_close_matches(str(name), profiles, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(sorted(profiles))}."
+        raise ClusterError(f"{where}.profile: there is no profile {name!r}; {hint}")
     check_whole(f"{where}.count", count, 1, MOST_DEVICES, error=ClusterError)
     if label is not None:
         check_name(f"{where}.name", label, error=ClusterError)

@@ -60,3 +60,34 @@ def test_a_plan_file_of_an_emulated_cluster_is_emulated_too(tmp_path: Path) -> N
         ConfigurationError, match=r"The plan is for 4 blocks, but the workload llama-3.2-3b has 28"
     ):
         run_emulation(other, run_plan(other))
+
+
+def test_what_was_predicted_of_a_plan_elsewhere_is_not_this_runs(tmp_path: Path) -> None:
+    plan = run_plan(configured("recipe=emulated_3b"))
+    save_plan(plan, tmp_path / "plan.yaml")
+
+    again = run_plan(configured("recipe=emulated_3b", f"plan={tmp_path / 'plan.yaml'}"))
+
+    assert plan.predicted is not None
+    assert again == plan
+    assert again.predicted is None
+
+
+def test_a_central_difference_costs_two_passes_and_stays_one_query() -> None:
+    forward = run_plan(configured("recipe=emulated_3b", "strategy.queries=4"))
+    central = run_plan(configured("recipe=emulated_3b", "strategy.queries=2", "strategy.difference=central"))
+
+    assert (central.queries, central.difference) == (2, "central")
+    # The same work, so the same stages.
+    assert [(s.first, s.last, s.name) for s in central.stages] == [
+        (s.first, s.last, s.name) for s in forward.stages
+    ]
+
+
+def test_one_device_alone_is_no_pipeline_to_emulate() -> None:
+    config = configured(
+        "recipe=emulated_3b", "cluster.devices=[{profile: jetson-orin-nx-16gb}]", "use_all=false"
+    )
+
+    with pytest.raises(ConfigurationError, match="alone is the fastest of this cluster"):
+        run_plan(config)

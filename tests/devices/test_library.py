@@ -5,8 +5,8 @@ from importlib.resources import files
 import pytest
 import yaml
 
-from lightning_hybridop.devices.library import load_profile, load_profiles
-from lightning_hybridop.planning.cluster import ClusterError, profile_from_dict
+from lightning_hybridop.devices.library import load_profiles
+from lightning_hybridop.planning.cluster import profile_from_dict
 
 FIGURES = ("forward_tflops", "backward_tflops", "memory_gb", "memory_bandwidth_gb_s", "busy_w", "idle_w")
 FOLDER = files("lightning_hybridop.devices") / "library"
@@ -25,7 +25,7 @@ def test_every_file_is_a_profile_with_a_source_for_every_figure(name: str) -> No
     known = {figure for figure in FIGURES if values[figure] is not None}
     assert set(profile.sources) == known
     assert all(len(source) > 20 for source in profile.sources.values())
-    assert profile == load_profile(profile.name)
+    assert profile == load_profiles()[profile.name]
 
 
 def test_the_library_holds_the_devices_of_the_paper_and_their_relatives() -> None:
@@ -48,7 +48,7 @@ def test_the_library_holds_the_devices_of_the_paper_and_their_relatives() -> Non
 
 @pytest.mark.parametrize("name", load_profiles())
 def test_rates_are_dense_and_only_in_what_the_hardware_has(name: str) -> None:
-    profile = load_profile(name)
+    profile = load_profiles()[name]
     forward, backward = profile.forward_tflops, profile.backward_tflops
 
     assert profile.forward_only == name.startswith("atlas")
@@ -61,18 +61,6 @@ def test_rates_are_dense_and_only_in_what_the_hardware_has(name: str) -> None:
     assert set(forward) <= {"float16", "bfloat16"}
 
 
-def test_an_unknown_name_gets_the_nearest() -> None:
-    with pytest.raises(ClusterError) as error:
-        load_profile("jetson-orin-nx-16g")
-    assert str(error.value) == (
-        "There is no device profile 'jetson-orin-nx-16g'; did you mean jetson-orin-nx-16gb?"
-    )
-    with pytest.raises(
-        ClusterError, match=r"^There is no device profile 'x'; choose from atlas-200i-a2-20t,"
-    ):
-        load_profile("x")
-
-
 def test_nobody_can_change_the_library() -> None:
     with pytest.raises(TypeError):
-        load_profiles()["new"] = load_profile("atlas-200i-dk-a2")  # type: ignore[index]
+        load_profiles()["new"] = load_profiles()["atlas-200i-dk-a2"]  # type: ignore[index]
