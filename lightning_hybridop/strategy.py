@@ -1,5 +1,6 @@
 """HybridOPStrategy: Lightning's hooks over the pipeline."""
 
+import atexit
 import math
 import os
 import signal
@@ -74,6 +75,11 @@ from lightning_hybridop.schedules.timeline import TimedAction, Timeline
 
 AUTO = "auto"
 """The plan that the processes make themselves."""
+
+
+def _leave_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class HybridOPStrategy(ParallelStrategy):
@@ -288,6 +294,8 @@ class HybridOPStrategy(ParallelStrategy):
         self.accelerator.setup_device(self.compute_device)
         if not self.pipelined:
             return
+        # Before the interpreter takes itself apart: Gloo's threads end the process with an abort if they outlive it.
+        atexit.register(_leave_process_group)
         try:
             _init_dist_connection(self.cluster_environment, "gloo", timeout=self._timeout)
         except RuntimeError as error:

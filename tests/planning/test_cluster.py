@@ -181,7 +181,7 @@ def test_shipped_clusters_are_those_of_the_paper(name: str, devices: int, kinds:
         ({"devices": ["gpu"]}, "devices[0]: found 'gpu', expected fields with values, such as {profile:"),
         (
             {"devices": [{"profile": "gpu"}, {"profile": "tpu"}]},
-            "devices[1].profile: there is no profile 'tpu'; choose from gpu, npu.",
+            "devices[1].profile: there is no profile 'tpu'; did you mean npu?",
         ),
         ({"devices": [{"count": 2}]}, "devices[0].profile: there is no profile None; choose from gpu, npu."),
         *(
