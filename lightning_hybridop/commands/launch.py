@@ -51,6 +51,17 @@ def launch(folder: Path, *, processes: int, port: int | None) -> None:
     check_port(port)
     threads = max(1, (os.cpu_count() or 1) // processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    config = local_processes(processes, run_id=folder.name, port=port)
+    try:
+        elastic_launch(config, sys.executable)("-m", WORKER, str(folder))
+    except ChildFailedError as error:
+        raise RunError(_reason(error, folder / LOGS)) from error
+    except SignalException as error:
+        raise RunInterruptedError(int(error.sigval)) from error
+
+
+def local_processes(processes: int, *, run_id: str, port: int | None = None) -> LaunchConfig:
+    """Return how torch's launcher starts processes on this host alone, and keep its own notes off the terminal."""
     if sys.platform == "linux":
         # All processes are on this host, whose name need not resolve to an address of its own.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -58,23 +69,17 @@ def launch(folder: Path, *, processes: int, port: int | None) -> None:
     for name in list(logging.Logger.manager.loggerDict):
         if name.startswith("torch.distributed"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    config = LaunchConfig(
+    return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=processes,
-        run_id=folder.name,
+        run_id=run_id,
         rdzv_backend="c10d",
         rdzv_endpoint=f"127.0.0.1:{port or 0}",
         local_addr="127.0.0.1",
         max_restarts=0,
         shutdown_timeout=SECONDS_TO_END,
     )
-    try:
-        elastic_launch(config, sys.executable)("-m", WORKER, str(folder))
-    except ChildFailedError as error:
-        raise RunError(_reason(error, folder / LOGS)) from error
-    except SignalException as error:
-        raise RunInterruptedError(int(error.sigval)) from error
 
 
 def _reason(error: ChildFailedError, logs: Path) -> str:

@@ -16,11 +16,9 @@ from lightning_hybridop.planning.costs import Objective, PipelineCosts, pipeline
 from lightning_hybridop.planning.plan import Plan
 from lightning_hybridop.planning.planner import PlannedPipeline
 from lightning_hybridop.planning.workload import Workload, workload_from_dict
-from lightning_hybridop.simulation.planning import plan_by_simulation
+from lightning_hybridop.simulation.planning import plan_by_simulation, simulate_pipeline
 from lightning_hybridop.simulation.predict import (
-    device_power,
     most_within_idle_time,
-    simulate_layout,
     with_prediction,
 )
 from lightning_hybridop.simulation.simulator import Simulation
@@ -121,10 +119,7 @@ def predict(
 
 def predicted(cluster: Cluster, workload: Workload, pipeline: PlannedPipeline) -> Prediction:
     """Return a planned pipeline with its simulated mini-batch."""
-    names = [pipeline.costs.devices[part.device].name for part in pipeline.layout]
-    simulation = simulate_layout(
-        pipeline.costs, pipeline.layout, pipeline.plan, power=device_power(cluster, names)
-    )
+    simulation = simulate_pipeline(cluster, pipeline).simulation
     return Prediction(
         cluster=cluster,
         workload=workload,

@@ -1,9 +1,7 @@
 """`hybridop profile`: measures this machine for the planner."""
 
 import dataclasses
-import logging
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,11 +13,12 @@ from peft import LoraConfig
 from rich.console import Console, RenderableType
 from rich.progress import Progress
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.launcher.api import elastic_launch
 from transformers import LlamaConfig, PretrainedConfig
 
 from lightning_hybridop.commands.configuration import ConfigurationError, compose_runs, shipped_folder
 from lightning_hybridop.commands.failures import RunError
+from lightning_hybridop.commands.launch import local_processes
 from lightning_hybridop.devices.cache import load_measured, measured_path, save_measured
 from lightning_hybridop.devices.host import best_device, named_device
 from lightning_hybridop.devices.measure import Measured, measure, measured_profile, measured_setting, steps
@@ -140,22 +139,7 @@ def _profile_ranks(config: DictConfig, folder: Path | None) -> None:
 
 def _local_links(processes: int) -> list[MeasuredLink]:
     """Start processes on this host that measure the links between them."""
-    if sys.platform == "linux":
-        # All processes are on this host, whose name need not resolve to an address of its own.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    for name in list(logging.Logger.manager.loggerDict):
-        if name.startswith("torch.distributed"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        run_id="profile",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-    )
+    config = local_processes(processes, run_id="profile")
     try:
         answers: dict[int, list[MeasuredLink]] = elastic_launch(config, _links_of_a_rank)()
     except ChildFailedError as error:

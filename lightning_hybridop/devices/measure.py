@@ -22,7 +22,7 @@ from lightning_hybridop.devices.timed_model import (
     replaced_output,
     without_blocks,
 )
-from lightning_hybridop.planning.cluster import DeviceProfile
+from lightning_hybridop.planning.cluster import BYTES_PER_GB, DeviceProfile
 from lightning_hybridop.planning.workload import Adapter, Workload, architecture_from_config
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def measured_profile(measured: Measured, *, name: str | None = None) -> DevicePr
         forward_only=measured.block_backward is None,
         **profile,
         efficiency=1.0,
-        memory_gb=measured.memory_bytes / 1e9,
+        memory_gb=measured.memory_bytes / BYTES_PER_GB,
         sources={name: source for name, rate in profile.items() if rate}
         | {"memory_gb": "measured: what a process could have before the model was there"},
     )

@@ -7,10 +7,9 @@ from pathlib import Path
 from statistics import median
 
 from lightning_hybridop.pipeline.exchange import gather_numbers
-from lightning_hybridop.planning.plan import Figures
+from lightning_hybridop.planning.plan import MIB, Figures
 from lightning_hybridop.schedules.timeline import Timeline
 
-MIB = 2.0**20
 _NUMBERS = 3  # of each mini-batch
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_hybridop.planning.cluster import Cluster, ClusterError, Device, DeviceProfile
+from lightning_hybridop.planning.cluster import BYTES_PER_GB, Cluster, ClusterError, Device, DeviceProfile
 from lightning_hybridop.planning.plan import Role
 from lightning_hybridop.planning.workload import PartCosts, Workload, WorkloadError
 
@@ -426,7 +426,7 @@ def _device_costs(device: Device, cluster: Cluster, workload: Workload, micro_ba
         backward=(backward,) * blocks,
         resident=(block.parameter_bytes + block.trained_bytes,) * blocks,
         kept=(block.activation_bytes,) * blocks,
-        memory=profile.memory_gb * 1e9 * cluster.usable_memory,
+        memory=profile.memory_gb * BYTES_PER_GB * cluster.usable_memory,
         embedding_resident=embedding.parameter_bytes,
         head_forward=_seconds(profile, "forward", head_rates, head, workload.dtype, passes=1),
         head_backward=(
@@ -453,4 +453,4 @@ def _seconds(
     arithmetic = passes * part.forward_flops / (rate * 1e12 * (profile.efficiency or 1.0))
     if profile.memory_bandwidth_gb_s is None:
         return arithmetic
-    return max(arithmetic, passes * part.parameter_bytes / (profile.memory_bandwidth_gb_s * 1e9))
+    return max(arithmetic, passes * part.parameter_bytes / (profile.memory_bandwidth_gb_s * BYTES_PER_GB))

@@ -54,6 +54,9 @@ class Stage:
         return (self.last - self.first) / self.speed
 
 
+MIB = 2.0**20
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
     """What a mini-batch of a plan takes, predicted or measured: seconds, Comu_ti of 1, and MiB of each stage."""

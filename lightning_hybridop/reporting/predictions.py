@@ -9,14 +9,13 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from lightning_hybridop.planning.cluster import BYTES_PER_GB
 from lightning_hybridop.planning.plan import Plan
 from lightning_hybridop.reporting.labels import stage_blocks
 from lightning_hybridop.reporting.panels import Panel
 from lightning_hybridop.reporting.tables import UNKNOWN
 from lightning_hybridop.simulation.compare import MethodResult
 from lightning_hybridop.simulation.simulator import Simulation
-
-GB = 1e9
 
 HYBRIDOP = "HybridOP"
 
@@ -41,8 +40,8 @@ def stage_rows(plan: Plan, simulation: Simulation, *, memory: Sequence[float]) -
             "blocks": stage_blocks(plan, index),
             "busy_seconds": figures.busy,
             "busy_share": figures.busy / simulation.makespan if simulation.makespan else 0.0,
-            "memory_gb": figures.memory / GB,
-            "memory_available_gb": available / GB,
+            "memory_gb": figures.memory / BYTES_PER_GB,
+            "memory_available_gb": available / BYTES_PER_GB,
             "energy_j": figures.energy,
         }
         for index, (figures, available) in enumerate(zip(simulation.devices, memory, strict=True))
@@ -99,12 +98,16 @@ def comparison_rows(results: Sequence[MethodResult]) -> list[Row]:
                 "samples_per_second": result.samples_per_second,
                 "comu_ti": None if simulation is None else simulation.comu_ti,
                 "peak_memory_gb": (
-                    None if simulation is None else max(device.memory for device in simulation.devices) / GB
+                    None
+                    if simulation is None
+                    else max(device.memory for device in simulation.devices) / BYTES_PER_GB
                 ),
                 "memory_gb": (
                     None
                     if simulation is None
-                    else {device.name: round(device.memory / GB, 3) for device in simulation.devices}
+                    else {
+                        device.name: round(device.memory / BYTES_PER_GB, 3) for device in simulation.devices
+                    }
                 ),
                 "over_memory": ", ".join(result.over_memory),
                 "energy_per_sample_j": result.energy_per_sample,

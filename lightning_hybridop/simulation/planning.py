@@ -30,6 +30,14 @@ class SimulatedPipeline:
     simulation: Simulation
 
 
+def simulate_pipeline(cluster: Cluster, pipeline: PlannedPipeline) -> SimulatedPipeline:
+    """Return a planned pipeline of (some of) the cluster's devices with its simulated mini-batch."""
+    names = [pipeline.costs.devices[part.device].name for part in pipeline.layout]
+    power = device_power(cluster, names)
+    simulation = simulate_layout(pipeline.costs, pipeline.layout, pipeline.plan, power=power)
+    return SimulatedPipeline(pipeline=pipeline, simulation=simulation)
+
+
 def plan_by_simulation(
     cluster: Cluster,
     workload: Workload,
@@ -63,10 +71,7 @@ def plan_by_simulation(
             use_all=everything,
             exit_baseline=exit_baseline,
         )
-        names = [pipeline.costs.devices[part.device].name for part in pipeline.layout]
-        power = device_power(cluster, names)
-        simulation = simulate_layout(pipeline.costs, pipeline.layout, pipeline.plan, power=power)
-        return SimulatedPipeline(pipeline=pipeline, simulation=simulation)
+        return simulate_pipeline(cluster, pipeline)
 
     # The planner's own choice: where nothing fits, it is the one that says why.
     chosen = simulated(cluster, micro_batches, everything=use_all)

@@ -6,11 +6,9 @@ from typing import Any, Literal
 
 from lightning_hybridop.planning.cluster import Cluster
 from lightning_hybridop.planning.costs import Assignment, PipelineCosts, layout_memory
-from lightning_hybridop.planning.plan import Figures, Plan
+from lightning_hybridop.planning.plan import MIB, Figures, Plan
 from lightning_hybridop.simulation.program import layout_program
 from lightning_hybridop.simulation.simulator import Power, Simulation, simulate
-
-MIB = 2.0**20
 
 # Makespans that differ by less are sums of the same numbers in another order.
 _TOLERANCE = 1e-9

@@ -232,3 +232,17 @@ class SgdModule(TinyModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.learning_rate)
+
+
+def quiet_trainer(strategy: HybridOPStrategy, **options: Any) -> lightning.Trainer:
+    """Return a Trainer on the CPU that writes nothing by itself."""
+    return lightning.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        **options,
+    )

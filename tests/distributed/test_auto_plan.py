@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_hybridop import HybridOPStrategy, Plan
 from lightning_hybridop.planning.plan import load_plan
 from tests.distributed.harness import run_ranks
+from tests.distributed.runs import quiet_trainer
 from tests.tiny import TinyModule, TokenRows
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
@@ -29,17 +29,7 @@ def train(folder: Path, **strategy: Any) -> tuple[list[float], Plan, int]:
             losses.append(float(outputs["loss"]))
 
     own = HybridOPStrategy(**strategy)
-    trainer = Trainer(
-        max_steps=2,
-        accelerator="cpu",
-        strategy=own,
-        logger=False,
-        default_root_dir=folder,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-    )
+    trainer = quiet_trainer(own, max_steps=2, default_root_dir=folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(Module(), DataLoader(TokenRows(16), batch_size=8))

@@ -4,7 +4,6 @@ import warnings
 from typing import Any
 
 import pytest
-from lightning import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_hybridop import HybridOPStrategy, Plan, even_plan
@@ -15,6 +14,7 @@ from lightning_hybridop.schedules import build_schedule
 from lightning_hybridop.simulation.program import schedule_program
 from lightning_hybridop.simulation.simulator import simulate
 from tests.distributed.harness import RankError, run_ranks
+from tests.distributed.runs import quiet_trainer
 from tests.tiny import TinyModule, TokenRows
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
@@ -40,16 +40,7 @@ def train(plan: Plan, emulated: Emulation | None) -> tuple[list[float], Figures 
             losses.append(float(outputs["loss"]))
 
     strategy = HybridOPStrategy(plan, emulation=emulated)
-    trainer = Trainer(
-        max_steps=3,
-        accelerator="cpu",
-        strategy=strategy,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-    )
+    trainer = quiet_trainer(strategy, max_steps=3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(Module(), DataLoader(TokenRows(16), batch_size=4))
