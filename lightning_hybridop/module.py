@@ -22,9 +22,12 @@ class HybridOPMixin:
         """
         return None
 
-    def early_exit_loss(self, batch: Any, batch_idx: int) -> Tensor | dict[str, Any]:
-        """Return the loss of an early exit; the model skips every block behind the last zo stage meanwhile."""
-        return self.training_step(batch, batch_idx)  # type: ignore[attr-defined, no-any-return]
+    def early_exit_loss(self, batch: Any, *arguments: Any) -> Tensor | dict[str, Any]:
+        """Return the loss of an early exit, given the arguments of `training_step`.
+
+        The model skips every block behind the last zo stage meanwhile.
+        """
+        return self.training_step(batch, *arguments)  # type: ignore[attr-defined, no-any-return]
 
     def zo_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         """Yield the parameters, by name, that zo stages may perturb; by default every trainable one."""

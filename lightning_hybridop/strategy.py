@@ -1,9 +1,9 @@
 """HybridOPStrategy: Lightning's hooks over the pipeline."""
 
 import atexit
-import math
 import os
-import signal
+import socket
+import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -11,10 +11,12 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.types import _PATH
@@ -23,7 +25,8 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.memory import recursive_detach
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -32,54 +35,82 @@ from typing_extensions import override
 
 from lightning_hybridop.accelerators import HybridOPAccelerator, default_role
 from lightning_hybridop.accelerators.npu import load_npu
+from lightning_hybridop.assembly import Assembly, assemble, gather_in_order, stage_model
 from lightning_hybridop.auto_plan import place_by_measuring
+from lightning_hybridop.averaging import complete_averages, cut_averages
+from lightning_hybridop.checkpoints import WholeCheckpointIO, with_plain_hyper_parameters
 from lightning_hybridop.estimation.estimators import DEFAULT_EPSILON, RESOLUTION, Difference, Directions
+from lightning_hybridop.loaders import (
+    ResumedLoader,
+    batches_of_epoch,
+    check_same_length,
+    length_of,
+    shared_loader,
+)
+from lightning_hybridop.mirror import AttributeWatch, apply_changes, attributes_kept
 from lightning_hybridop.module import HybridOPMixin
+from lightning_hybridop.pipeline import world
 from lightning_hybridop.pipeline.anatomy import Anatomy, CutError, read_anatomy
 from lightning_hybridop.pipeline.batches import (
     fingerprint,
-    join_rows,
+    join_outputs,
     label_count,
     row_count,
     shares,
     split_rows,
     token_shape,
 )
-from lightning_hybridop.pipeline.emulation import Emulation, Pace, PacedChannel
-from lightning_hybridop.pipeline.engine import Engine, Steps
+from lightning_hybridop.pipeline.emulation import Emulation
+from lightning_hybridop.pipeline.engine import Steps
 from lightning_hybridop.pipeline.exchange import (
-    broadcast_json,
     check_same_batch,
-    clock_offset,
     gather_numbers,
 )
-from lightning_hybridop.pipeline.gradients import clip_to_norm, scaled_learning_rates, square_of_norm
 from lightning_hybridop.pipeline.learning import EstimatorSettings, MiniBatchResult, train_mini_batch
 from lightning_hybridop.pipeline.measured import MiniBatchTimes
 from lightning_hybridop.pipeline.ownership import (
-    block_dtype,
-    frozen_dtype,
+    check_updated_once,
+    forget_absent_parameters,
     merge_optimizer_state,
-    owned_parameters,
     synchronise,
 )
-from lightning_hybridop.pipeline.stage import StageModel
 from lightning_hybridop.pipeline.stand_ins import StandIn
-from lightning_hybridop.pipeline.transport import Channel
+from lightning_hybridop.pipeline.weights import lacks_values, materialise
 from lightning_hybridop.placement import check_given_plan, place_evenly
 from lightning_hybridop.planning.plan import Plan, Role, Stage, load_plan, save_plan
-from lightning_hybridop.replay import LogRecorder, log_silenced, replay, share_metrics
+from lightning_hybridop.refusals import (
+    refuse_adapters_across_stages,
+    refuse_compiled_modules,
+    refuse_manual_optimization,
+    refuse_saved_copies_of_tied_weights,
+    refuse_scaled_losses,
+)
+from lightning_hybridop.replay import LogRecorder, outputs_are_read, replay, share_metrics
 from lightning_hybridop.sampling import seed_samplers
 from lightning_hybridop.schedules.forward_only import forward_only
 from lightning_hybridop.schedules.timeline import TimedAction, Timeline
+from lightning_hybridop.summary import held_by_stage, show_whole_model, stage_table
+from lightning_hybridop.updates import Updates
+from lightning_hybridop.writers import restore_writers, silence_writers
 
 AUTO = "auto"
 """The plan that the processes make themselves."""
 
 
-def _leave_process_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+SECONDS_TO_END = 8.0
+"""How long a failed script waits for the processes that it started to end by themselves."""
+
+
+@contextmanager
+def _without_trace(module: LightningModule, recorder: LogRecorder) -> Iterator[None]:
+    """Inside the block a step logs and counts nothing, and leaves nothing in the module's attributes."""
+    with recorder.silenced(), attributes_kept(module):
+        yield
+
+
+def _batches_processed(progress: Any) -> int:
+    """Return how many batches a counter of Lightning's has seen through."""
+    return int(progress.processed)
 
 
 class HybridOPStrategy(ParallelStrategy):
@@ -105,6 +136,8 @@ class HybridOPStrategy(ParallelStrategy):
         blocks: name of the model's list of transformer blocks, if it is not its longest `nn.ModuleList`.
         mini_batch: rows, and tokens of each, that `plan="auto"` plans for.
         emulation: times that the stages of a given plan keep to, in the place of other devices.
+        data: `"same"` lets every process read the data and checks that all read the same; with `"broadcast"` rank 0
+            reads and the others receive its batches.
 
     Raises:
         PlanError: the plan or an option is not valid.
@@ -131,6 +164,7 @@ class HybridOPStrategy(ParallelStrategy):
         blocks: str | None = None,
         mini_batch: tuple[int, int] = (8, 128),
         emulation: Emulation | None = None,
+        data: Literal["same", "broadcast"] = "same",
         **parallel_arguments: Any,
     ) -> None:
         super().__init__(**parallel_arguments)
@@ -139,6 +173,8 @@ class HybridOPStrategy(ParallelStrategy):
                 raise ValueError(f"{name} is {value}, expected a number above 0.")
         if directions not in ("microbatch", "minibatch"):
             raise ValueError(f"directions is {directions!r}, expected 'microbatch' or 'minibatch'.")
+        if data not in ("same", "broadcast"):
+            raise ValueError(f"data is {data!r}, expected 'same' or 'broadcast'.")
         self._plans_itself = plan == AUTO
         if isinstance(plan, (str, Path)):
             plan = None if self._plans_itself else load_plan(plan)
@@ -169,15 +205,16 @@ class HybridOPStrategy(ParallelStrategy):
         self._timeout = timedelta(seconds=timeout)
         self._blocks = blocks
         self._emulation = emulation
+        self._data = data
         self._num_nodes = 1
         self._inside_step = False
+        self._world: world.World | None = None
+        self._has_met_again = False
         self._plan: Plan | None = None
-        self._engine: Engine | None = None
-        self._zo_dtypes: list[str] = []
-        self._owned: tuple[dict[str, torch.nn.Parameter], ...] = ()
+        self._assembly: Assembly | None = None
         self._rank_of_stage: list[int] = []
+        self._updates: Updates | None = None
         self._result: MiniBatchResult | None = None
-        self._stash: Mapping[str, Tensor] = {}
         self._times = MiniBatchTimes()
 
     # Who and where: ranks, stages, devices.
@@ -213,6 +250,12 @@ class HybridOPStrategy(ParallelStrategy):
         if self._given_plan is not None:
             return self._given_plan.stages[0].role == "zo"
         return bool(self._zo_stages)
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        """This process's rank; one that is alone need not ask its environment."""
+        return 0 if self.world_size == 1 else super().global_rank
 
     @property
     @override
@@ -279,15 +322,6 @@ class HybridOPStrategy(ParallelStrategy):
             )
 
     @override
-    def on_exception(self, exception: BaseException) -> None:
-        """End the processes that this one started, which would otherwise wait for it until their timeout."""
-        if isinstance(self._launcher, _SubprocessScriptLauncher):
-            # Not SIGTERM: Lightning defers that one to the end of a batch, which such a process never reaches.
-            self._launcher.kill(signal.SIGKILL)
-            for process in self._launcher.procs:
-                process.wait()
-
-    @override
     def setup_environment(self) -> None:
         assert self.accelerator is not None and self.cluster_environment is not None
         self.set_world_ranks()
@@ -295,9 +329,11 @@ class HybridOPStrategy(ParallelStrategy):
         if not self.pipelined:
             return
         # Before the interpreter takes itself apart: Gloo's threads end the process with an abort if they outlive it.
-        atexit.register(_leave_process_group)
+        atexit.register(world.leave)
+        connect = partial(_init_dist_connection, self.cluster_environment, "gloo", timeout=self._timeout)
         try:
-            _init_dist_connection(self.cluster_environment, "gloo", timeout=self._timeout)
+            self._world = world.enter(connect, self._timeout)
+            self._has_met_again = False
         except RuntimeError as error:
             if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
                 raise RuntimeError(
@@ -305,6 +341,49 @@ class HybridOPStrategy(ParallelStrategy):
                     "set MASTER_PORT to a free port, or leave it unset."
                 ) from error
             raise
+        world.speak_once(self.global_rank, socket.gethostname(), speaks_for_host=self.local_rank == 0)
+
+    # Failures: one process tells the others, and all of them end.
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other processes, cut the connections that they wait on, and end those that this one started."""
+        super().on_exception(exception)
+        if not self.pipelined:
+            return
+        if self._world is not None:
+            self._world.tell(exception, stage=self._stage_in_words)
+            self._abandon_messages()
+            world.part(exception)
+        if isinstance(self._launcher, _SubprocessScriptLauncher):
+            processes = list(self._launcher.procs)
+            # Lightning's observer of these would end this process before its error has been printed.
+            self._launcher.procs.clear()
+            world.end_processes(processes, patience=SECONDS_TO_END)
+
+    def _meet_after_failure(self) -> None:
+        """In a run that has failed, connect all processes anew, so that callbacks can still save what all hold."""
+        module, error = self._lightning_module, sys.exception()
+        if self._world is None or error is None or self._has_met_again:
+            return
+        if module is None or module._trainer is None:
+            return
+        if module.trainer.state.status == TrainerStatus.INTERRUPTED:
+            self._has_met_again = True
+            self._abandon_messages()
+            self._world.meet_after(error, stage=self._stage_in_words, step=module.trainer.global_step)
+
+    def _abandon_messages(self) -> None:
+        if self._assembly is not None:
+            for channel in self._assembly.engine.channels.values():
+                channel.abandon()
+
+    @property
+    def _stage_in_words(self) -> str:
+        if self._plan is None:
+            return "A process"
+        stage = self._plan.stages[self.stage_index]
+        return f"Stage {self.stage_index} ({stage.role}, blocks {stage.first} to {stage.last - 1})"
 
     # Setup: plan, cut, engine.
 
@@ -312,17 +391,22 @@ class HybridOPStrategy(ParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         if not self.pipelined:
+            materialise(self.lightning_module.parameters())
             super().setup(trainer)
             return
         self._refuse_what_cannot_work(trainer, self.lightning_module)
         # Lightning advises to average logged values over ranks; here every rank replays the same ones.
         warnings.filterwarnings("ignore", message=r".*sync_dist=True\)` when logging on epoch level")
+        # It cannot know that `process_dataloader` makes every loader go on where it stopped.
+        warnings.filterwarnings("ignore", message=r".*your dataloader is not resumable")
         self.accelerator.setup(trainer)
+        if type(self.checkpoint_io) is TorchCheckpointIO:
+            self.checkpoint_io = WholeCheckpointIO()
         if isinstance(self.precision_plugin, MixedPrecision):
             # Lightning derives the device of autocast from the accelerator's name and does not know ours.
             self.precision_plugin.device = self.compute_device.type
         self.model = self.precision_plugin.convert_module(self.lightning_module)
-        if self._engine is None or self._engine.model.module is not self.lightning_module:
+        if self._assembly is None or self._assembly.engine.model.module is not self.lightning_module:
             self._cut(self.lightning_module)
         share_metrics(
             self.lightning_module,
@@ -331,19 +415,13 @@ class HybridOPStrategy(ParallelStrategy):
             broadcast=partial(self.broadcast, src=self._rank_of_stage[-1]),
         )
         self.model_to_device()
+        if not self.is_global_zero:
+            silence_writers(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._times = MiniBatchTimes()
             self._save_own_plan()
-            if not self._owned or not any(self._owned):
-                raise ValueError(
-                    "The model has no trainable parameter; add a LoRA adapter or unfreeze something."
-                )
-            with self.whole_model():
-                # Every rank's optimizer lists all trainable parameters in the order of the unsplit model and steps
-                # those that have a gradient: its own. That keeps checkpoints independent of the split.
-                self._setup_one_optimizer(trainer)
+            self._setup_fitting(trainer)
         self.setup_precision_plugin()
-        self.precision_plugin.clip_grad_by_norm = self._clip_by_role_norm  # type: ignore[method-assign]
 
     def _cut(self, module: LightningModule) -> None:
         if any(isinstance(child, StandIn) for child in module.modules()):
@@ -351,59 +429,18 @@ class HybridOPStrategy(ParallelStrategy):
                 "This module has been cut by another HybridOPStrategy; build a new module for a new Trainer."
             )
         anatomy = read_anatomy(module, blocks_name=self._blocks)
-        plan = self._place(anatomy)
-        stage = plan.stages[self.stage_index]
-        self._plan = plan
-        self._owned = owned_parameters(module, anatomy, tuple(stage.last for stage in plan.stages))
-        if plan.exit_queries and plan.exit_stage != len(plan.stages) - 1:
-            trained_behind = [name for name in self._owned[-1] if anatomy.is_behind(name)]
-            if trained_behind:
-                raise CutError(
-                    f"exit_queries is {plan.exit_queries}, but {trained_behind[0]} behind the blocks is trained on the "
-                    "last stage, so an early exit would use a stale copy; freeze it or set exit_queries=0."
-                )
-        if stage.dtype is not None:
-            frozen_dtype(module, getattr(torch, stage.dtype))
-        model = StageModel(
+        self._plan = self._place(anatomy)
+        self._assembly = assemble(
             module,
             anatomy,
-            first=stage.first,
-            last=stage.last,
-            keep_behind=plan.exit_queries > 0 and self.stage_index == plan.exit_stage,
-        )
-        own_dtype = block_dtype(module.get_submodule(f"{anatomy.blocks_name}.{stage.first}"))
-        dtypes: list[torch.dtype] = self._gather_in_stage_order(own_dtype)
-        self._zo_dtypes = [str(dtypes[index]).removeprefix("torch.") for index in plan.zo_stages]
-        parameters = self._owned[self.stage_index]
-        names = {name for name, _ in self._hooks.zo_parameters()} if self._hooks else set(parameters)
-        neighbours = [
-            index for index in (self.stage_index - 1, self.stage_index + 1) if 0 <= index < len(plan.stages)
-        ]
-        self._engine = Engine(
-            model=model,
-            plan=plan,
-            stage=self.stage_index,
-            parameters=parameters,
-            zo_parameters={k: p for k, p in parameters.items() if k in names} if stage.role == "zo" else {},
-            channels={index: self._channel(index) for index in neighbours},
-            width=anatomy.width,
-            boundary_dtypes=dtypes,
+            plan=self._plan,
+            rank_of_stage=self._rank_of_stage,
             device=self.compute_device,
-            clock_offset=clock_offset(),
-            pace=None if self._emulation is None else Pace(self._emulation, self.stage_index),
-        )
-
-    def _channel(self, neighbour: int) -> Channel | PacedChannel:
-        rank = self._rank_of_stage[neighbour]
-        channel = Channel(
-            peer=rank,
-            description=f"Stage {self.stage_index} waited: stage {neighbour} (rank {rank})",
+            autocast=torch.bfloat16 if isinstance(self.precision_plugin, MixedPrecision) else None,
+            perturbable=None if self._hooks is None else {name for name, _ in self._hooks.zo_parameters()},
+            emulation=self._emulation,
             timeout=self._timeout,
         )
-        if self._emulation is None:
-            return channel
-        link = self._emulation.links[min(neighbour, self.stage_index)]
-        return PacedChannel(channel, link, self._emulation.time_scale)
 
     def _place(self, anatomy: Anatomy) -> Plan:
         """Return the plan, having decided which rank is which stage."""
@@ -413,7 +450,7 @@ class HybridOPStrategy(ParallelStrategy):
             return self._given_plan
         if self._plans_itself and self.world_size > 1:
             return self._place_by_measuring(anatomy)
-        devices: list[str] = self._gather_in_stage_order(str(self.compute_device))
+        devices: list[str] = gather_in_order(str(self.compute_device), self._rank_of_stage)
         plan, self._rank_of_stage = place_evenly(
             anatomy, devices=devices, zo_stages=self._zo_stages, options=self._plan_options
         )
@@ -437,32 +474,49 @@ class HybridOPStrategy(ParallelStrategy):
         )
         return plan
 
-    def _gather_in_stage_order(self, value: Any) -> list[Any]:
-        gathered: list[Any] = [value] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(gathered, value)
-        return [gathered[rank] for rank in self._rank_of_stage]
-
     def _refuse_what_cannot_work(self, trainer: Trainer, module: LightningModule) -> None:
-        if (
-            isinstance(self.precision_plugin, MixedPrecision)
-            and self.precision_plugin.precision == "16-mixed"
-        ):
+        refuse_scaled_losses(self.precision_plugin)
+        refuse_manual_optimization(trainer, module)
+        refuse_compiled_modules(module)
+        refuse_adapters_across_stages(module)
+        refuse_saved_copies_of_tied_weights(module)
+
+    def _setup_fitting(self, trainer: Trainer) -> None:
+        module, assembly = self._module_and_assembly()
+        anatomy = assembly.engine.model.anatomy
+        if not any(assembly.owned):
             raise ValueError(
-                "precision='16-mixed' needs a loss scaler, which a pipeline with estimated gradients cannot share; "
-                "pass precision='bf16-mixed' or '32-true'."
+                "The model has no trainable parameter; add a LoRA adapter or unfreeze something."
             )
-        if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
-            raise ValueError(
-                "The module optimizes manually (automatic_optimization=False), but a pipelined step installs its own "
-                "gradients; use automatic optimization, or a single stage."
-            )
-        compiled = [name for name, child in module.named_modules() if hasattr(child, "_orig_mod")]
-        if compiled:
-            raise ValueError(
-                f"{compiled[0] or type(module).__name__} is compiled, and a compiled model cannot be cut into stages; "
-                "pass the module without torch.compile."
-            )
+        cut_averages(
+            trainer,
+            cut=partial(stage_model, anatomy=anatomy, plan=self.plan, stage=self.stage_index),
+            owned=assembly.owned,
+            stage=self.stage_index,
+            rank_of_stage=self._rank_of_stage,
+        )
+        with self.whole_model():
+            check_updated_once(module, anatomy, tuple(stage.last for stage in self.plan.stages))
+            # Every rank's optimizer lists all trainable parameters in the order of the unsplit model and steps
+            # those that have a gradient: its own. That keeps checkpoints independent of the split.
+            self._setup_one_optimizer(trainer)
+        self._updates = Updates(
+            trainer,
+            assembly=assembly,
+            rank_of_stage=self._rank_of_stage,
+            hooks=self._hooks,
+            zo_lr_scale=self._zo_lr_scale,
+            whole_model=self.whole_model,
+        )
+        self._updates.attach()
+        dtype = str(assembly.engine.boundary_dtypes[self.stage_index]).removeprefix("torch.")
+        held = {
+            **held_by_stage(module, assembly.engine.parameters),
+            "device": str(self.compute_device),
+            "dtype": dtype,
+        }
+        table = stage_table(self.plan, gather_in_order(held, self._rank_of_stage))
+        show_whole_model(trainer, whole_model=self.whole_model, table=table)
 
     def _setup_one_optimizer(self, trainer: Trainer) -> None:
         try:
@@ -479,6 +533,8 @@ class HybridOPStrategy(ParallelStrategy):
             raise ValueError(
                 "LBFGS evaluates the loss several times per step, which a pipeline cannot; use Adam or SGD."
             )
+        for optimizer in self.optimizers:
+            forget_absent_parameters(optimizer)
 
     @override
     def model_to_device(self) -> None:
@@ -492,64 +548,66 @@ class HybridOPStrategy(ParallelStrategy):
     # The training step: run and stash, then install.
 
     @override
-    def training_step(self, batch: Any, batch_idx: int, *arguments: Any) -> STEP_OUTPUT:
+    def training_step(self, batch: Any, *arguments: Any) -> STEP_OUTPUT:
         if not self.pipelined:
-            return super().training_step(batch, batch_idx, *arguments)
-        module, engine = self._module_and_engine()
+            return super().training_step(batch, *arguments)
+        module, assembly = self._module_and_assembly()
+        assert self._updates is not None
         trainer = module.trainer
         micro_batches, weights, token_shapes = self._sliced(batch)
-        recorder = LogRecorder()
+        recorder = LogRecorder(module)
+        watch = AttributeWatch(module)
+        extras: dict[int, Any] = {}
+
+        def report() -> dict[str, Any]:
+            has_extras = any(extras.values()) and outputs_are_read(module, "on_train_batch_end")
+            return {**recorder.report(), "extras": has_extras, "more": has_extras or bool(watch.changes())}
 
         def step(micro_batch: int, loss: Callable[..., Any], logging: AbstractContextManager[None]) -> Any:
             rows = self._on_device(micro_batches[micro_batch])
             with logging, self.precision_plugin.train_step_context():
-                return loss(rows, batch_idx, *arguments)
+                return loss(rows, *arguments)
 
         def base(micro_batch: int) -> Any:
             logging = recorder.recording(
-                module, weight=weights[micro_batch], rows=row_count(micro_batches[micro_batch])
+                weight=weights[micro_batch], rows=row_count(micro_batches[micro_batch])
             )
-            return step(micro_batch, module.training_step, logging)
+            output = step(micro_batch, module.training_step, logging)
+            if isinstance(output, Mapping):
+                extras[micro_batch] = recursive_detach({k: v for k, v in output.items() if k != "loss"})
+            return output
 
-        exit_loss = self._hooks.early_exit_loss if self._hooks else module.training_step
-        with self._in_step():
+        exit_loss = module.training_step if self._hooks is None else self._hooks.early_exit_loss
+        with self._in_step(), assembly.calls.during_training():
             self._result = train_mini_batch(
-                engine,
+                assembly.engine,
                 weights=weights,
                 token_shapes=token_shapes,
                 steps=Steps(
                     base=base,
-                    perturbed=lambda m: step(m, module.training_step, log_silenced(module)),
-                    early_exit=lambda m: step(m, exit_loss, log_silenced(module)),
+                    perturbed=lambda m: step(m, module.training_step, _without_trace(module, recorder)),
+                    early_exit=lambda m: step(m, exit_loss, _without_trace(module, recorder)),
                 ),
                 settings=self._estimator_settings(),
-                step=trainer.fit_loop.total_batch_idx,
+                # Not `total_batch_idx`, which counts a batch that an exception has stopped a second time.
+                step=_batches_processed(trainer.fit_loop.epoch_loop.batch_progress.total),
                 rank_of_stage=self._rank_of_stage,
-                report=lambda: recorder.entries(module),
+                report=report,
             )
-        self._stash = self._result.gradients
+        self._updates.stash = self._result.gradients
         self._times.add(self._result.timeline)
         replay(module, self._result.report, owns_metrics=self._is_last_stage)
-        return torch.tensor(self._result.loss, device=self.root_device)
-
-    @override
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        if not self.pipelined:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        module, engine = self._module_and_engine()
-        self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        share = 1.0 / module.trainer.accumulate_grad_batches
-        for name, gradient in self._stash.items():
-            parameter = engine.parameters[name]
-            installed = gradient * share
-            parameter.grad = installed if parameter.grad is None else parameter.grad + installed
-        self._stash = {}
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
-        self.post_backward(closure_loss)
-        return closure_loss
+        loss = torch.tensor(self._result.loss, device=self.root_device)
+        if not self._result.report["more"]:
+            return loss
+        told: tuple[Any, Any] = (None, None)
+        if self._is_last_stage:
+            joined = join_outputs([extras[m] for m in sorted(extras)], weights) if extras else None
+            told = (joined if self._result.report["extras"] else None, watch.changes())
+        joined, changes = self._from_last_stage(told)
+        if not self._is_last_stage:
+            apply_changes(module, changes)
+        return loss if joined is None else {"loss": loss, **joined}
 
     @override
     def optimizer_step(
@@ -557,30 +615,14 @@ class HybridOPStrategy(ParallelStrategy):
     ) -> Any:
         if not self.pipelined:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        with scaled_learning_rates(optimizer, self._learning_rate_scale()):
+        assert self._updates is not None
+        with self._updates.step():
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
-    def _learning_rate_scale(self) -> float:
-        chosen = self._hooks.learning_rate_scale(self.role) if self._hooks else None
-        if chosen is not None:
-            return chosen
-        return self._zo_lr_scale if self.role == "zo" else 1.0
-
-    def _clip_by_role_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip by the global norm over all stages of this rank's role: estimates are far longer than gradients."""
-        chosen = self._hooks.gradient_clip_val(self.role) if self._hooks else None
-        limit = float(clip_val if chosen is None else chosen)
-        gradients = [p.grad for p in self.precision_plugin.main_params(optimizer) if p.grad is not None]
-        squares = gather_numbers([square_of_norm(gradients)], self._rank_of_stage)
-        same_role = [
-            square
-            for (square,), stage in zip(squares, self.plan.stages, strict=True)
-            if stage.role == self.role
-        ]
-        clip_to_norm(gradients, limit=limit, norm=math.fsum(same_role) ** 0.5)
-
     def _estimator_settings(self) -> EstimatorSettings:
-        dtypes = self._zo_dtypes or ["float32"]
+        _, assembly = self._module_and_assembly()
+        estimating = [assembly.arithmetic[stage] for stage in self.plan.zo_stages]
+        dtypes = [str(dtype).removeprefix("torch.") for dtype in estimating] or ["float32"]
         return EstimatorSettings(
             seed=self.seed,
             epsilon=self._epsilon or max(DEFAULT_EPSILON[dtype] for dtype in dtypes),
@@ -594,45 +636,67 @@ class HybridOPStrategy(ParallelStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if not self.pipelined:
             return super().validation_step(*args, **kwargs)
-        self._evaluate("validation_step", self.precision_plugin.val_step_context, *args)
-        return None
+        output: STEP_OUTPUT = self._evaluate("validation_step", self.precision_plugin.val_step_context, *args)
+        return output
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if not self.pipelined:
             return super().test_step(*args, **kwargs)
-        self._evaluate("test_step", self.precision_plugin.test_step_context, *args)
-        return None
+        output: STEP_OUTPUT = self._evaluate("test_step", self.precision_plugin.test_step_context, *args)
+        return output
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         if not self.pipelined:
             return super().predict_step(*args, **kwargs)
-        outputs = self._evaluate("predict_step", self.precision_plugin.predict_step_context, *args)
-        return self.broadcast(
-            join_rows(outputs) if self._is_last_stage else None, src=self._rank_of_stage[-1]
-        )
+        return self._evaluate("predict_step", self.precision_plugin.predict_step_context, *args)
 
     def _evaluate(
         self, hook: str, context: Callable[[], AbstractContextManager[None]], batch: Any, *arguments: Any
-    ) -> list[Any]:
-        """Run one of the module's evaluation steps micro-batch by micro-batch; only the last stage has outputs."""
-        module, engine = self._module_and_engine()
-        micro_batches, weights, token_shapes = self._sliced(batch)
-        recorder = LogRecorder()
+    ) -> Any:
+        """Run one of the module's evaluation steps; all ranks return its output, or None where nobody reads it."""
+        module, assembly = self._module_and_assembly()
+        calls = assembly.calls
+        micro_batches, _, token_shapes = self._sliced(batch)
+        recorder = LogRecorder(module)
+        watch = AttributeWatch(module)
 
-        def step(micro_batch: int) -> Any:
-            rows = self._on_device(micro_batches[micro_batch])
-            logging = recorder.recording(module, weight=weights[micro_batch], rows=row_count(rows))
+        def step(rows: Any, logging: AbstractContextManager[None]) -> Any:
             with logging, context():
-                return getattr(module, hook)(rows, *arguments)
+                return getattr(module, hook)(self._on_device(rows), *arguments)
+
+        def micro_batch_step(m: int) -> Any:
+            with calls.during_micro_batch(token_shapes[m]):
+                return step(micro_batches[m], _without_trace(module, recorder))
+
+        def whole_step() -> Any:
+            with calls.during_mini_batch():
+                return step(batch, recorder.recording(weight=1.0, rows=row_count(batch)))
 
         with self._in_step():
             actions = forward_only(replace(self.plan, micro_batches=len(micro_batches)))[self.stage_index]
-            outputs = engine.evaluate(actions, step=step, token_shapes=token_shapes)
-        entries = broadcast_json(recorder.entries(module), source=self._rank_of_stage[-1])
-        replay(module, entries, owns_metrics=self._is_last_stage)
-        return outputs
+            output = assembly.engine.evaluate(
+                actions, step=micro_batch_step, whole_step=whole_step, token_shapes=token_shapes
+            )
+        batch_end = f"on_{hook.removesuffix('step')}batch_end"
+        is_read = hook == "predict_step" or outputs_are_read(module, batch_end)
+        told = (output if is_read else None, watch.changes()) if self._is_last_stage else (None, {})
+        report = {**recorder.report(), "more": told[0] is not None or bool(told[1])}
+        with context():
+            report = calls.serve_until_over(report if self._is_last_stage else None)
+        replay(module, report, owns_metrics=self._is_last_stage)
+        if not report["more"]:
+            return None
+        output, changes = self._from_last_stage(told)
+        if not self._is_last_stage:
+            apply_changes(module, changes)
+        return output
+
+    def _from_last_stage(self, value: Any) -> Any:
+        """Return the last stage's `value` on every rank, its tensors on the device of Lightning's collectives."""
+        moved = move_data_to_device(value, self.root_device) if self._is_last_stage else None
+        return self.broadcast(moved, src=self._rank_of_stage[-1])
 
     # What both share.
 
@@ -642,9 +706,9 @@ class HybridOPStrategy(ParallelStrategy):
         module: object = self.lightning_module
         return module if isinstance(module, HybridOPMixin) else None
 
-    def _module_and_engine(self) -> tuple[LightningModule, Engine]:
-        assert self.lightning_module is not None and self._engine is not None
-        return self.lightning_module, self._engine
+    def _module_and_assembly(self) -> tuple[LightningModule, Assembly]:
+        assert self.lightning_module is not None and self._assembly is not None
+        return self.lightning_module, self._assembly
 
     def _sliced(self, batch: Any) -> tuple[list[Any], list[float], list[tuple[int, int]]]:
         """Return the micro-batches of a batch that all ranks agree on, their weights and token shapes."""
@@ -663,8 +727,10 @@ class HybridOPStrategy(ParallelStrategy):
     def _loss_is_shifted(self) -> bool:
         """Whether labels stand one position behind their prediction, as in Hugging Face's causal language models."""
         assert self.lightning_module is not None
-        kinds = {getattr(child, "loss_type", "") for child in self.lightning_module.modules()} - {""}
-        return bool(kinds & {None, "ForCausalLM"})
+        # The outermost model's: one with a head holds one without, whose loss is nobody's.
+        models = (child for child in self.lightning_module.modules() if hasattr(child, "loss_type"))
+        outermost = next(models, None)
+        return outermost is not None and outermost.loss_type in (None, "ForCausalLM")
 
     def _on_device(self, rows: Any) -> Any:
         assert self.lightning_module is not None
@@ -681,10 +747,32 @@ class HybridOPStrategy(ParallelStrategy):
             self._inside_step = False
 
     @override
-    def process_dataloader(self, dataloader: object) -> object:
-        if self.pipelined:
-            seed_samplers(dataloader, self.seed)
+    def process_dataloader(self, dataloader: Any) -> Any:
+        if not self.pipelined:
+            return dataloader
+        seed_samplers(dataloader, self.seed)
+        trained = self._batches_trained_this_epoch(length_of(dataloader))
+        if trained:
+            dataloader = ResumedLoader(dataloader, trained=trained)
+        if self.world_size == 1:
+            return dataloader
+        if self._data == "broadcast":
+            return shared_loader(dataloader, rank=self.global_rank)
+        check_same_length(dataloader, stage_of_rank=self._rank_of_stage.index)
         return dataloader
+
+    def _batches_trained_this_epoch(self, length: int | None) -> int:
+        """Return how many batches of its epoch, of `length` if it has one, a run had trained on that is now resumed."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        epochs: Any = trainer.fit_loop.epoch_progress.current
+        if trainer.state.stage != RunningStage.TRAINING or not trainer.fit_loop.restarting:
+            return 0
+        if epochs.ready == epochs.processed:
+            return 0
+        trained = _batches_processed(trainer.fit_loop.epoch_loop.batch_progress.current)
+        # After the last batch of an epoch Lightning goes on with the next one.
+        return 0 if trained >= batches_of_epoch(length, trainer.limit_train_batches) else trained
 
     # What a run measured.
 
@@ -712,21 +800,22 @@ class HybridOPStrategy(ParallelStrategy):
     @contextmanager
     def whole_model(self) -> Generator[None]:
         """Inside the block the module has all its blocks again; frozen weights of other stages lie on `meta`."""
-        if self._engine is None:
+        if self._assembly is None:
             yield
             return
-        with self._engine.model.whole():
+        with self._assembly.engine.model.whole():
             yield
 
     def trainable_state_dict(self) -> dict[str, Tensor]:
         """Return all stages' trainable parameters under the unsplit model's names, on every rank. Collective."""
-        if self._engine is None:
+        if self._assembly is None:
             assert self.lightning_module is not None
             named = self.lightning_module.named_parameters()
             return {name: parameter.detach() for name, parameter in named if parameter.requires_grad}
+        self._meet_after_failure()
         if self.world_size > 1:
-            synchronise(self._owned, self._rank_of_stage)
-        return {name: parameter.detach() for owned in self._owned for name, parameter in owned.items()}
+            synchronise(self._assembly.owned, self._rank_of_stage)
+        return {name: p.detach() for owned in self._assembly.owned for name, p in owned.items()}
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -737,27 +826,49 @@ class HybridOPStrategy(ParallelStrategy):
         state = super().optimizer_state(optimizer)
         if self.world_size == 1:
             return state
-        return merge_optimizer_state(state, optimizer, self._owned, self._rank_of_stage)
+        self._meet_after_failure()
+        _, assembly = self._module_and_assembly()
+        return merge_optimizer_state(state, optimizer, assembly.owned, self._rank_of_stage)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if not self.pipelined:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)  # onto the devices of the parameters
+            forget_absent_parameters(optimizer)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+    ) -> None:
+        if self.pipelined:
+            checkpoint = with_plain_hyper_parameters(checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        if self.world_size == 1:
-            return super().load_checkpoint(checkpoint_path, weights_only)
+        assert self.lightning_module is not None
         # Edge hosts share no disk: rank 0 reads the file for all.
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only) if self.is_global_zero else None
         loaded: dict[str, Any] = self.broadcast(checkpoint)
+        complete_averages(loaded, self.lightning_module, self.lightning_module.trainer)
         return loaded
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         state = checkpoint["state_dict"]
+        # Lightning restores before it sets up.
+        materialise(p for p in self.lightning_module.parameters() if p.requires_grad or not self.pipelined)
         if not self.pipelined:
             # A pipeline's checkpoint holds what was trained; the frozen rest is loaded already.
             frozen = {name for name, p in self.lightning_module.named_parameters() if not p.requires_grad}
             names = self.lightning_module.state_dict().keys()
-            complete = state.keys() <= names and names - state.keys() <= frozen
-            super().load_model_state_dict(checkpoint, strict and not complete)
+            absent = names - state.keys()
+            only_trained = bool(absent) and absent <= frozen and state.keys() <= names
+            super().load_model_state_dict(checkpoint, strict and not only_trained)
             return
         with self.whole_model():
             trainable = {n: p for n, p in self.lightning_module.named_parameters() if p.requires_grad}
@@ -788,18 +899,27 @@ class HybridOPStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        if self._updates is not None:
+            self._updates.detach()
+        if self.lightning_module is not None and self.lightning_module._trainer is not None:
+            restore_writers(self.lightning_module.trainer)
+        if self.lightning_module is not None and lacks_values(self.lightning_module):
+            self._lightning_module = (
+                None  # it cannot be moved to the CPU, and why it was refused must be seen
+            )
         super().teardown()
 
     # Collectives over the world.
 
     @override
     def barrier(self, name: str | None = None) -> None:
+        self._meet_after_failure()
         if self.world_size > 1 and dist.is_initialized():
             dist.barrier()
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self._meet_after_failure()
         if self.world_size == 1 or not dist.is_initialized():
             return obj
         box = [obj]

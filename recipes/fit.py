@@ -23,6 +23,15 @@ from lightning_hybridop.reporting import Change, run_summary
 
 AVERAGED_STEPS = 5
 
+# What the modules log of held-out rows, and how the closing table calls it; other names are shown as they are.
+SHOWN = {
+    "val_loss": "held-out loss",
+    "val_accuracy": "accuracy",
+    "val_f1": "F1",
+    "val_f1a": "F1a",
+    "val_exact_match": "exact match",
+}
+
 
 def fit(config: DictConfig, folder: Path) -> None:
     """Run the configuration and write everything to `folder`; rank 0 prints the closing tables."""
@@ -74,8 +83,10 @@ def fit(config: DictConfig, folder: Path) -> None:
         run_summary(
             plan=plan,
             loss=Change(before=first_loss, after=last_loss),
-            accuracy=Change(before=before.get("val_accuracy"), after=after.get("val_accuracy")),
-            f1=Change(before=before.get("val_f1"), after=after.get("val_f1")),
+            scores={
+                SHOWN.get(name, name): Change(before=before.get(name), after=value)
+                for name, value in after.items()
+            },
             samples_per_second=means.samples_per_second,
             comu_ti=means.comu_ti_per_stage,
             peak_memory_mib=memory.per_stage_mib,

@@ -117,7 +117,7 @@ def test_unknown_command_names_the_nearest(capfd: pytest.CaptureFixture[str]) ->
         (["queries=2"], "There is no option queries; did you mean strategy.queries?"),
         (
             ["recipe=quickstrat"],
-            "There is no recipe=quickstrat; choose from: agnews_smollm2, emulated_3b, quickstart.",
+            "There is no recipe=quickstrat; choose from: agnews_smollm2, emulated_3b, multirc_smollm2, quickstart, squad_smollm2.",
         ),
         (["strategy.queries"], "strategy.queries cannot be read; write an override as name=value"),
         (["model.name=???"], "model.name has no value; pass model.name=<value>."),

@@ -15,7 +15,6 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from torch import Tensor
 
 from lightning_hybridop import HybridOPStrategy, Plan, PlanError, Stage, even_plan, save_plan
-from lightning_hybridop.pipeline.batches import join_rows
 from tests.tiny import TinyModule, loader
 
 # Lightning has its say about loaders without workers and runs without a logger.
@@ -201,18 +200,3 @@ def test_one_stage_knows_its_trainable_parameters_and_no_timeline() -> None:
     assert strategy.gather_timeline() == ()
     with strategy.whole_model():
         assert dict(module.named_parameters()).keys() >= trainable.keys()
-
-
-# Outputs of a predict step.
-
-
-def test_outputs_of_micro_batches_are_joined_by_rows() -> None:
-    first, second = torch.arange(4.0).view(2, 2), torch.arange(2.0).view(1, 2)
-    rows = torch.cat([first, second])
-    assert join_rows([first, second]).equal(rows)
-    assert join_rows([{"logits": first, "words": ["a", "b"]}, {"logits": second, "words": ["c"]}])[
-        "logits"
-    ].equal(rows)
-    assert join_rows([["a", "b"], ["c"]]) == ["a", "b", "c"]
-    assert join_rows([torch.tensor(1.0), torch.tensor(2.0)]) == [torch.tensor(1.0), torch.tensor(2.0)]
-    assert join_rows([None]) is None

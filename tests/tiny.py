@@ -13,9 +13,9 @@ VOCABULARY = 61
 
 
 def tiny_llama(
-    *, blocks: int = 6, dropout: float = 0.0, seed: int = 0, layers: list[int] | None = None
+    *, blocks: int = 6, dropout: float = 0.0, seed: int = 0, rank: int = 2, layers: list[int] | None = None
 ) -> nn.Module:
-    """Return a random Llama of hidden size 16 with LoRA on q and v, both factors random."""
+    """Return a random Llama of hidden size 16 with LoRA of this rank on q and v, both factors random."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -30,7 +30,7 @@ def tiny_llama(
         eos_token_id=2,
     )
     lora = LoraConfig(
-        r=2,
+        r=rank,
         target_modules=["q_proj", "v_proj"],
         lora_dropout=dropout,
         layers_to_transform=layers,

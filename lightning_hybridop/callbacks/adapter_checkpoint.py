@@ -22,7 +22,7 @@ class AdapterCheckpoint(Callback):
 
     The folder holds `adapter_model.safetensors` and `adapter_config.json`, as peft writes them, and is loaded with
     `PeftModel.from_pretrained(base_model, folder)`. The module must hold exactly one PeftModel with one active
-    adapter, under any attribute. The folder appears whole or not at all; one that is already there is replaced.
+    adapter, under any attribute; its other adapters are written, as they are, to folders of their names inside it. The folder appears whole or not at all; one that is already there is replaced.
     With strategies that know nothing of stages the module's own state is written.
     """
 
@@ -72,15 +72,28 @@ def find_adapter(module: LightningModule) -> tuple[str, "PeftModel", str]:
 
 
 def write_adapter(module: LightningModule, state: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the adapter of the module's PeftModel to `folder`, with the values of `state` where it has them.
+    """Write the adapters of the module's PeftModel to `folder`, with the values of `state` where it has them.
+
+    The active adapter lies in `folder` itself, every other one in a folder of its name inside it.
 
     `state` uses the module's own parameter names; adapter weights that it lacks (those of `frozen` stages) are taken
     from the module. Raises ValueError when a value is known to neither.
     """
-    from safetensors.torch import save_file
+    name, model, active = find_adapter(module)
+    weights = {adapter: _adapter_weights(name, model, adapter, state) for adapter in model.peft_config}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
+        new = Path(temporary) / "new"
+        new.mkdir()
+        for adapter in model.peft_config:
+            _write_one(model, adapter, weights[adapter], new if adapter == active else new / adapter)
+        if folder.exists():
+            folder.rename(Path(temporary) / "old")
+        new.rename(folder)
 
-    name, model, adapter = find_adapter(module)
-    weights = _adapter_weights(name, model, adapter, state)
+
+def _write_one(model: "PeftModel", adapter: str, weights: Mapping[str, Tensor], folder: Path) -> None:
+    from safetensors.torch import save_file
 
     # The configuration of the running model stays as it is: inference_mode would stop training that goes on.
     config = copy.copy(model.peft_config[adapter])
@@ -89,18 +102,11 @@ def write_adapter(module: LightningModule, state: Mapping[str, Tensor], folder: 
     automatic = None
     if config.task_type is None:
         automatic = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
-        new = Path(temporary) / "new"
-        new.mkdir()
-        save_file(weights, new / WEIGHTS, metadata={"format": "pt"})
-        config.save_pretrained(str(new), auto_mapping_dict=automatic)
-        # safetensors lets only the owner read its file, whatever the umask says; the two files belong together.
-        shutil.copymode(new / CONFIGURATION, new / WEIGHTS)
-        if folder.exists():
-            folder.rename(Path(temporary) / "old")
-        new.rename(folder)
+    folder.mkdir(exist_ok=True)
+    save_file(dict(weights), folder / WEIGHTS, metadata={"format": "pt"})
+    config.save_pretrained(str(folder), auto_mapping_dict=automatic)
+    # safetensors lets only the owner read its file, whatever the umask says; the two files belong together.
+    shutil.copymode(folder / CONFIGURATION, folder / WEIGHTS)
 
 
 def _adapter_weights(

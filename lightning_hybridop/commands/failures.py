@@ -5,7 +5,9 @@ import time
 from pathlib import Path
 
 from hydra.errors import InstantiationException
-from torch.distributed import DistError
+
+from lightning_hybridop.pipeline.world import first_failure as first_failure_of_run
+from lightning_hybridop.pipeline.world import lost_connection
 
 
 class RunError(RuntimeError):
@@ -35,10 +37,12 @@ def sentence(error: BaseException) -> str:
 def write_failure(logs: Path, rank: int, error: BaseException) -> None:
     """Leave a note of why rank `rank` failed, and when, for the process that started it."""
     # A neighbour that is gone is why the others fail, not why the run does.
-    consequence = (
-        isinstance(error, DistError) or type(error).__name__ == "TransportError" or "gloo" in str(error)
+    first = first_failure_of_run(error)
+    consequence = lost_connection(error) or (first is not None and first.rank != rank)
+    who = (
+        f"rank {rank}" if first is None or consequence else f"{first.stage} (rank {rank}, host {first.host})"
     )
-    note = {"rank": rank, "time": time.time(), "consequence": consequence, "sentence": sentence(error)}
+    note = {"who": who, "time": time.time(), "consequence": consequence, "sentence": sentence(error)}
     _note(logs, rank).write_text(json.dumps(note), encoding="utf-8")
 
 
@@ -52,7 +56,7 @@ def first_failure(logs: Path, *, consequences: bool = True) -> str | None:
     if not told:
         return None
     first = min(told, key=lambda note: (note["consequence"], note["time"]))
-    return f"rank {first['rank']}: {first['sentence']}"
+    return f"{first['who']}: {first['sentence']}"
 
 
 def _note(logs: Path, rank: int) -> Path:

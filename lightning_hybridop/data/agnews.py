@@ -1,26 +1,25 @@
 """AG News: news titles with descriptions in four classes, from its CSV files or from the Hugging Face hub."""
 
 import csv
-import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from lightning_hybridop.data.classification import (
     ClassificationData,
-    DataError,
+    LabelForm,
     LabelledText,
     balanced_subset,
-    shuffled,
 )
+from lightning_hybridop.data.sources import DataError, hub_rows, local_file
+from lightning_hybridop.data.split import shuffled
 from lightning_hybridop.modules.language_models import SMOLLM2
 from lightning_hybridop.modules.prompts import CLASSES
 
 COLUMNS = ("class_index", "title", "description")
-
-_FILE_SUFFIXES = (".csv", ".tsv", ".txt")
 
 
 class AGNewsData(ClassificationData):
@@ -34,7 +33,7 @@ class AGNewsData(ClassificationData):
     what `load_tokenizer` takes.
 
     Batches are dictionaries of `input_ids`, `attention_mask` and `labels`, int64 (rows, tokens), of at most
-    `max_length` tokens. Raises DataError, in `setup`, when a file is missing or malformed.
+    `max_length` tokens; with `labels="number"` the labels are class indices, int64 (rows,). Raises DataError, in `setup`, when a file is missing or malformed.
     """
 
     def __init__(
@@ -49,9 +48,14 @@ class AGNewsData(ClassificationData):
         max_length: int = 128,
         num_workers: int = 0,
         seed: int = 0,
+        labels: LabelForm = "word",
     ) -> None:
         super().__init__(
-            tokenizer=tokenizer, batch_size=batch_size, max_length=max_length, num_workers=num_workers
+            tokenizer=tokenizer,
+            batch_size=batch_size,
+            max_length=max_length,
+            num_workers=num_workers,
+            labels=labels,
         )
         self.train = train
         self.test = test
@@ -74,15 +78,21 @@ def read_agnews(source: str | Path, *, split: str) -> list[LabelledText]:
 
     Raises DataError.
     """
-    path = Path(source).expanduser()
-    if path.is_file():
+    option = f"data.{split}"
+    path = local_file(source, name="AG News", form="CSV", option=option)
+    if path is not None:
         return list(_read_csv(path))
-    means_a_file = isinstance(source, Path) or source.startswith((".", "~", "/")) or len(path.parts) > 2
-    if means_a_file or path.is_dir() or path.suffix.lower() in _FILE_SUFFIXES:
-        raise DataError(
-            f"The AG News file {source} does not exist or is a folder: name an existing CSV file in data.{split}."
-        )
-    return _read_hub(str(source), split=split)
+
+    def convert(row: Mapping[str, Any]) -> LabelledText:
+        if row["label"] not in range(len(CLASSES)):
+            raise DataError(
+                f"{source}, split {split}: found the label {row['label']}, expected 0..{len(CLASSES) - 1}."
+            )
+        return LabelledText(text=row["text"], label=row["label"])
+
+    return hub_rows(
+        str(source), split=split, convert=convert, columns="text and label", form="CSV", option=option
+    )
 
 
 def without_texts_of(held_out: list[LabelledText], rows: list[LabelledText]) -> list[LabelledText]:
@@ -145,25 +155,3 @@ def _row(fields: list[str], place: str) -> LabelledText:
     # In these files a backslash stands for a line break of the original.
     text = " ".join(f"{title} {description}".replace("\\", " ").split())
     return LabelledText(text=text, label=int(index) - 1)
-
-
-def _read_hub(name: str, *, split: str) -> list[LabelledText]:
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError as error:
-        raise DataError(
-            f"{name} is not a file, and reading it from the Hugging Face hub needs the package datasets: name "
-            f"a CSV file in data.{split} or run `pip install datasets`."
-        ) from error
-    try:
-        rows = datasets.load_dataset(name, split=split)
-        found = [LabelledText(text=row["text"], label=row["label"]) for row in rows]
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(
-            f"{name} is neither a file nor a data set of the Hugging Face hub with a split {split} and the "
-            f"columns text and label ({error}): check data.{split}."
-        ) from error
-    wrong = next((row.label for row in found if row.label not in range(len(CLASSES))), None)
-    if wrong is not None:
-        raise DataError(f"{name}, split {split}: found the label {wrong}, expected 0..{len(CLASSES) - 1}.")
-    return found

@@ -1,22 +1,21 @@
-"""From labelled texts to left-padded batches of a prompt and its label word, the same for every data set."""
+"""From labelled texts to batches of a prompt and its label word, or of a text and its class: the same for every data set."""
 
-import random
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
-from lightning import LightningDataModule
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from lightning_hybridop.modules.language_models import load_tokenizer
+from lightning_hybridop.data.sources import DataError
+from lightning_hybridop.data.split import SplitData, check_choice, row_loader
 from lightning_hybridop.modules.prompts import IGNORED, Batch, Prompt
 
-
-class DataError(ValueError):
-    """A data set cannot be read; the message names the file, the line if any, and what was expected."""
+LabelForm = Literal["word", "number"]
+"""What a row is trained on: the label word behind a prompt, or the class index of the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,17 +67,42 @@ def collate(rows: Sequence[EncodedText], *, padding_token: int) -> Batch:
     labels = torch.full_like(input_ids, IGNORED)
     for index, row in enumerate(rows):
         sequence = [*row.prompt, *row.answer]
-        input_ids[index, -len(sequence) :] = torch.tensor(sequence)
-        attention_mask[index, -len(sequence) :] = 1
-        labels[index, -len(row.answer) :] = torch.tensor(row.answer)
+        input_ids[index, tokens - len(sequence) :] = torch.tensor(sequence)
+        attention_mask[index, tokens - len(sequence) :] = 1
+        labels[index, tokens - len(row.answer) :] = torch.tensor(row.answer)
     return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
 
-class ClassificationData(LightningDataModule):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumberedText:
+    """The tokens of a text and the index of its class."""
+
+    tokens: list[int]
+    label: int
+
+
+def encode_numbered(
+    rows: Sequence[LabelledText], *, tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> list[NumberedText]:
+    """Return the tokens of every row's text, at most `max_length`; a text that is too long loses its end."""
+    if not rows:
+        return []
+    texts = tokenizer([row.text for row in rows], truncation=True, max_length=max_length)["input_ids"]
+    return [NumberedText(tokens=text, label=row.label) for row, text in zip(rows, texts, strict=True)]
+
+
+def collate_numbered(rows: Sequence[NumberedText], *, padding_token: int) -> Batch:
+    """Return a batch as long as its longest row, padded on the left, with labels int64 (rows,)."""
+    # A text is a prompt that nothing follows.
+    texts = [EncodedText(prompt=row.tokens, answer=[]) for row in rows]
+    return collate(texts, padding_token=padding_token) | {"labels": torch.tensor([row.label for row in rows])}
+
+
+class ClassificationData(SplitData[EncodedText | NumberedText]):
     """Encoded training and held-out rows of a labelled text data set; a data set says what its `splits` are.
 
-    `tokenizer` is a tokenizer or what `load_tokenizer` takes. Validation, test and prediction all use the held-out
-    rows. A last batch of fewer rows is kept.
+    `labels` says what rows are trained on: the label word behind a prompt ("word", for `LabelWordClassifier`) or the
+    class index ("number", for `SequenceClassifier`).
     """
 
     def __init__(
@@ -88,54 +112,37 @@ class ClassificationData(LightningDataModule):
         batch_size: int,
         max_length: int,
         num_workers: int,
+        labels: LabelForm,
     ) -> None:
-        super().__init__()
-        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
-        self.batch_size = batch_size
-        self.max_length = max_length
-        self.num_workers = num_workers
+        super().__init__(
+            tokenizer=tokenizer, batch_size=batch_size, max_length=max_length, num_workers=num_workers
+        )
+        check_choice("labels", labels, ("word", "number"))
+        self.labels = labels
         self.prompt = Prompt()
-        self.train_set: list[EncodedText] = []
-        self.held_out_set: list[EncodedText] = []
 
     @abstractmethod
     def splits(self) -> tuple[list[LabelledText], list[LabelledText]]:
         """Return the training rows and the held-out rows."""
 
-    def setup(self, stage: str) -> None:
-        """Read and encode both splits, once."""
-        if self.held_out_set:
-            return
+    def encoded_splits(self) -> tuple[list[EncodedText | NumberedText], list[EncodedText | NumberedText]]:
+        """Read and encode both splits."""
         train, held_out = self.splits()
-        self.train_set, self.held_out_set = self._encode(train), self._encode(held_out)
+        return self._encode(train), self._encode(held_out)
 
-    def train_dataloader(self) -> DataLoader[EncodedText]:
-        """Return the shuffled training rows."""
-        return self._loader(self.train_set, shuffle=True)
+    def collate(self, rows: Sequence[EncodedText | NumberedText]) -> Batch:
+        """Return a batch padded on the left."""
+        padding_token = self.tokenizer.pad_token_id
+        if self.labels == "number":
+            numbered = [row for row in rows if isinstance(row, NumberedText)]
+            return collate_numbered(numbered, padding_token=padding_token)
+        prompted = [row for row in rows if isinstance(row, EncodedText)]
+        return collate(prompted, padding_token=padding_token)
 
-    def val_dataloader(self) -> DataLoader[EncodedText]:
-        """Return the held-out rows."""
-        return self._loader(self.held_out_set, shuffle=False)
-
-    def test_dataloader(self) -> DataLoader[EncodedText]:
-        """Return the held-out rows."""
-        return self._loader(self.held_out_set, shuffle=False)
-
-    def predict_dataloader(self) -> DataLoader[EncodedText]:
-        """Return the held-out rows."""
-        return self._loader(self.held_out_set, shuffle=False)
-
-    def _encode(self, rows: list[LabelledText]) -> list[EncodedText]:
-        return encode(rows, tokenizer=self.tokenizer, prompt=self.prompt, max_length=self.max_length)
-
-    def _loader(self, rows: list[EncodedText], *, shuffle: bool) -> DataLoader[EncodedText]:
-        return classification_loader(
-            rows,
-            tokenizer=self.tokenizer,
-            batch_size=self.batch_size,
-            shuffle=shuffle,
-            num_workers=self.num_workers,
-        )
+    def _encode(self, rows: list[LabelledText]) -> list[EncodedText | NumberedText]:
+        if self.labels == "number":
+            return [*encode_numbered(rows, tokenizer=self.tokenizer, max_length=self.max_length)]
+        return [*encode(rows, tokenizer=self.tokenizer, prompt=self.prompt, max_length=self.max_length)]
 
 
 def classification_loader(
@@ -147,21 +154,13 @@ def classification_loader(
     num_workers: int = 0,
 ) -> DataLoader[EncodedText]:
     """Return a loader of `Batch`es that keeps a last batch of fewer rows."""
-    return DataLoader(
-        rows,  # type: ignore[arg-type]  # torch asks for a Dataset but needs only __getitem__ and __len__
+    return row_loader(
+        rows,
+        partial(collate, padding_token=tokenizer.pad_token_id),
         batch_size=batch_size,
         shuffle=shuffle,
         num_workers=num_workers,
-        persistent_workers=num_workers > 0,
-        collate_fn=partial(collate, padding_token=tokenizer.pad_token_id),
     )
-
-
-def shuffled(rows: Sequence[LabelledText], *, seed: int) -> list[LabelledText]:
-    """Return the rows in an order that depends on `seed` alone."""
-    # Sorting by draws, because only random() itself is promised to stay equal between Python versions.
-    draws = random.Random(seed)
-    return [row for _, row in sorted(((draws.random(), row) for row in rows), key=lambda drawn: drawn[0])]
 
 
 def balanced_subset(

@@ -15,10 +15,7 @@ from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_hybridop.data.classification import (
-    ClassificationData,
-    LabelledText,
-)
+from lightning_hybridop.data.classification import ClassificationData, LabelForm, LabelledText
 from lightning_hybridop.modules.language_models import SMOLLM2
 from lightning_hybridop.modules.prompts import CLASSES
 
@@ -213,7 +210,7 @@ class HeadlinesData(ClassificationData):
     what `load_tokenizer` takes.
 
     Batches are dictionaries of `input_ids`, `attention_mask` and `labels`, int64 (rows, tokens), of at most
-    `max_length` tokens.
+    `max_length` tokens; with `labels="number"` the labels are class indices, int64 (rows,).
     """
 
     def __init__(
@@ -226,9 +223,14 @@ class HeadlinesData(ClassificationData):
         max_length: int = 32,
         num_workers: int = 0,
         seed: int = 0,
+        labels: LabelForm = "word",
     ) -> None:
         super().__init__(
-            tokenizer=tokenizer, batch_size=batch_size, max_length=max_length, num_workers=num_workers
+            tokenizer=tokenizer,
+            batch_size=batch_size,
+            max_length=max_length,
+            num_workers=num_workers,
+            labels=labels,
         )
         self.train_rows = train_rows
         self.held_out_rows = held_out_rows

@@ -2,16 +2,18 @@
 
 import hashlib
 import importlib.util
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import transformers
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     PretrainedConfig,
@@ -21,7 +23,7 @@ from transformers import (
 
 from lightning_hybridop.devices.cache import CACHE_VARIABLE, cache_folder
 from lightning_hybridop.modules.cached_folders import built_folder
-from lightning_hybridop.modules.progress import without_progress_bars
+from lightning_hybridop.modules.progress import without_load_report, without_progress_bars
 from lightning_hybridop.modules.random_models import random_blocks, random_model_folder
 
 SMOLLM2 = "smollm2"
@@ -50,18 +52,42 @@ def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def load_language_model(
-    name_or_path: str | Path, *, dtype: torch.dtype = torch.float32
+    name_or_path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    auto_class: Any = AutoModelForCausalLM,
+    **configuration: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return a causal language model in `dtype`, on the CPU, and its tokenizer.
+    """Return a language model in `dtype`, on the CPU, and its tokenizer.
 
-    `name_or_path` is "smollm2", "random-<n>-blocks", a local folder or a Hugging Face hub id.
+    `name_or_path` is "smollm2", "random-<n>-blocks", a local folder or a Hugging Face hub id; `auto_class` is one of
+    transformers' `AutoModelFor...`, whose head is new and random if the stored model has another one;
+    `configuration` are fields of the model's configuration, such as `num_labels`. Batches are padded with the
+    tokenizer's padding token, so the model takes that one for its own.
     Raises LanguageModelError when it is none of these.
     """
-    with _readable(name_or_path):
-        source = _source(name_or_path)
+    with readable(name_or_path):
+        source = source_of(name_or_path)
         with without_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    return cast(PreTrainedModel, model), load_tokenizer(name_or_path)
+            model = _read(source, auto_class, dtype=dtype, **configuration)
+    tokenizer = load_tokenizer(name_or_path)
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    return model, tokenizer
+
+
+def load_classifier(model: PreTrainedModel | str, auto_class: Any, *, classes: int) -> PreTrainedModel:
+    """Return a model with a head of `classes` classes: loaded by its name, or the given one.
+
+    Raises ValueError when the given one has another number of classes.
+    """
+    if isinstance(model, str):
+        return load_language_model(model, auto_class=auto_class, num_labels=classes)[0]
+    if model.config.num_labels != classes:
+        raise ValueError(
+            f"The model has {model.config.num_labels} classes, expected {classes}: load it with num_labels={classes}, "
+            f"or pass classes={model.config.num_labels}."
+        )
+    return model
 
 
 def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
@@ -70,8 +96,8 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     `name_or_path` is "smollm2", "random-<n>-blocks", a local folder or a Hugging Face hub id.
     Raises LanguageModelError when it is none of these.
     """
-    with _readable(name_or_path):
-        tokenizer = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(_source(name_or_path)))
+    with readable(name_or_path):
+        tokenizer = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(source_of(name_or_path)))
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -83,8 +109,32 @@ def load_configuration(name_or_path: str | Path) -> PretrainedConfig:
     `name_or_path` is "smollm2", "random-<n>-blocks", a local folder or a Hugging Face hub id.
     Raises LanguageModelError when it is none of these.
     """
-    with _readable(name_or_path):
-        return cast(PretrainedConfig, AutoConfig.from_pretrained(_source(name_or_path)))
+    with readable(name_or_path):
+        return cast(PretrainedConfig, AutoConfig.from_pretrained(source_of(name_or_path)))
+
+
+def _read(source: str, auto_class: Any, *, dtype: torch.dtype, **configuration: Any) -> PreTrainedModel:
+    if auto_class is AutoModelForCausalLM:
+        return cast(PreTrainedModel, auto_class.from_pretrained(source, dtype=dtype, **configuration))
+    # The report would say that a new head is new; what else is missing is told below.
+    with without_load_report():
+        model, found = auto_class.from_pretrained(
+            source, dtype=dtype, output_loading_info=True, **configuration
+        )
+        prefix = model.base_model_prefix
+        shared = {f"{prefix}.{name}" for name, _ in getattr(model, prefix).named_parameters()}
+        missing = shared & set(found["missing_keys"])
+        if missing == shared:
+            # LlamaForQuestionAnswering and its like hold what they share with the others under a name of their own.
+            body, found = AutoModel.from_pretrained(source, dtype=dtype, output_loading_info=True)
+            setattr(model, prefix, body)
+            missing = set(found["missing_keys"])
+    if missing:
+        warnings.warn(
+            f"{source} lacks {len(missing)} weights besides those of a head, the first being {min(missing)}: they are random.",
+            stacklevel=3,
+        )
+    return cast(PreTrainedModel, model)
 
 
 def converted_folder(gguf: Path) -> Path:
@@ -137,7 +187,11 @@ def _smollm2_file() -> Path:
     return files[0]
 
 
-def _source(name_or_path: str | Path) -> str:
+def source_of(name_or_path: str | Path) -> str:
+    """Return what transformers loads for a name or path: a local folder, or else the hub id.
+
+    Raises LanguageModelError when it can only have been meant as a folder, and that does not exist.
+    """
     if name_or_path == SMOLLM2:
         return str(converted_folder(_smollm2_file()))
     blocks = random_blocks(str(name_or_path))
@@ -155,7 +209,8 @@ def _source(name_or_path: str | Path) -> str:
 
 
 @contextmanager
-def _readable(name_or_path: str | Path) -> Iterator[None]:
+def readable(name_or_path: str | Path) -> Iterator[None]:
+    """Turn errors of reading a model into a LanguageModelError that names it."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -18,3 +18,15 @@ def without_progress_bars() -> Iterator[None]:
     finally:
         if enabled:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def without_load_report() -> Iterator[None]:
+    """Keep transformers from reporting, inside the block, which weights of a model its files lack or hold in vain."""
+    logging = transformers.utils.logging
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)

@@ -2,10 +2,13 @@
 
 import inspect
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hybridop.pipeline.random_state import random_state_kept
 from lightning_hybridop.pipeline.stand_ins import StageBoundary
@@ -71,7 +74,7 @@ def read_anatomy(module: nn.Module, *, blocks_name: str | None = None) -> Anatom
     block_list = module.get_submodule(path)
     assert isinstance(block_list, nn.ModuleList)
     siblings = dict(_siblings(module, path))
-    language_model = _language_model(module, path)
+    language_model = find_language_model(module, path)
     embedding_name = None
     if language_model is not None:
         embedding = getattr(language_model, "get_input_embeddings")()  # noqa: B009  # nn.Module does not declare it
@@ -128,8 +131,8 @@ def _siblings(module: nn.Module, path: str) -> Iterator[tuple[str, tuple[nn.Modu
         ancestor, prefix = ancestor.get_submodule(part), f"{prefix}{part}."
 
 
-def _language_model(module: nn.Module, path: str) -> nn.Module | None:
-    """Return the outermost Hugging Face style model on the way down to the blocks."""
+def find_language_model(module: nn.Module, path: str) -> nn.Module | None:
+    """Return the outermost Hugging Face style model on the way down to the blocks at `path`."""
     ancestor = module
     for part in ("", *path.split(".")):  # "" is the module itself
         ancestor = ancestor.get_submodule(part)
@@ -154,11 +157,14 @@ def _probe(
     for name, (child, _) in siblings.items():
         for descendant in child.modules():
             handles.append(descendant.register_forward_pre_hook(lambda *_, name=name: ran.add(name)))
-    device = next(model.parameters()).device
+    # Weights that are not read yet need not be: shapes are all that is asked for, and on `meta` all can be had.
+    on_meta = _on_meta(model) if any(parameter.is_meta for parameter in model.parameters()) else {}
+    device = torch.device("meta") if on_meta else next(model.parameters()).device
     tokens_BT = torch.zeros(1, 2, dtype=torch.long, device=device)
+    values = _WithoutValues() if on_meta else nullcontext()  # type: ignore[no-untyped-call]
     try:
-        with torch.no_grad(), random_state_kept(device):
-            model(input_ids=tokens_BT)
+        with torch.no_grad(), random_state_kept(device), values:
+            torch.func.functional_call(model, on_meta, kwargs={"input_ids": tokens_BT})
     except StageBoundary:
         return frozenset(ran), returned[0]
     except Exception:  # any model of the user's may refuse these tokens; the order of modules decides then
@@ -167,3 +173,19 @@ def _probe(
         for handle in handles:
             handle.remove()
     return None
+
+
+class _WithoutValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers 0 where a model asks a tensor on `meta` for its value."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: Any = None
+    ) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return 0
+        return function(*arguments, **(keywords or {}))
+
+
+def _on_meta(model: nn.Module) -> dict[str, Tensor]:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}

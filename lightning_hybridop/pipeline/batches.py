@@ -76,19 +76,29 @@ def split_rows(batch: Any, parts: int) -> list[Any]:
     return [take_rows(batch, rows, start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
-def join_rows(outputs: Sequence[Any]) -> Any:
-    """Join the micro-batches' outputs of a predict step: tensors by rows, mappings key by key, lists end to end.
+def join_outputs(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Join what micro-batches returned: tensors by rows, mappings key by key, lists end to end, tuples item by item.
 
-    What has no rows is returned as the list of the micro-batches' outputs.
+    Numbers, and tensors of no dimension, become their mean by `weights`, the micro-batches' shares of the loss. What
+    is none of these is returned as the list of the micro-batches' outputs.
     """
     first = outputs[0]
+    if len(outputs) == 1 or first is None:
+        return first
     if isinstance(first, Tensor) and first.ndim > 0:
-        return torch.cat(list(outputs))
+        same_shape = len({output.shape[1:] for output in outputs}) == 1
+        return torch.cat(list(outputs)) if same_shape else list(outputs)
+    if isinstance(first, (Tensor, int, float)) and not isinstance(first, bool):
+        # A micro-batch of weight 0 has no loss of its own (0/0), so it takes no part.
+        return sum(weight * output for weight, output in zip(weights, outputs, strict=True) if weight > 0.0)
     if isinstance(first, Mapping):
-        return {key: join_rows([output[key] for output in outputs]) for key in first}
+        return {key: join_outputs([output[key] for output in outputs], weights) for key in first}
+    if isinstance(first, tuple):
+        items = [join_outputs(parts, weights) for parts in zip(*outputs, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
     if isinstance(first, list):
         return [item for output in outputs for item in output]
-    return first if len(outputs) == 1 else list(outputs)
+    return list(outputs)
 
 
 def label_count(batch: Any, *, shifted: bool) -> float:

@@ -115,6 +115,11 @@ class PacedChannel:
             self._underway.pop(0).result()
         self._channel.flush()
 
+    def abandon(self) -> None:
+        """Forget all messages, after a failure."""
+        self._underway.clear()
+        self._channel.abandon()
+
     def _deliver(self, arrival: float, tensor: Tensor, action: Action, dtype: torch.dtype) -> None:
         remaining = arrival - time.perf_counter()
         if remaining > 0:

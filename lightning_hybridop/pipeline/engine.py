@@ -174,20 +174,32 @@ class Engine:
         actions: Sequence[Action],
         *,
         step: Callable[[int], Any],
+        whole_step: Callable[[], Any],
         token_shapes: Sequence[tuple[int, int]],
-    ) -> list[Any]:
-        """Execute a forward-only schedule; the last stage returns the step's outputs, the others an empty list."""
-        outputs: list[Any] = []
+    ) -> Any:
+        """Execute a forward-only schedule; the last stage returns what `whole_step` does, the others None.
+
+        `step` runs the user's step on one micro-batch and `whole_step` on the mini-batch. Only the latter runs to its
+        end, once and on the last stage, so that whatever the step does behind the model is done as in one process.
+        """
+        output: Any = None
+        if self.is_last and self.stage == 0:
+            return self.model.output(whole_step, None)
+        ended_BTD: list[Tensor] = []
         for position, action in enumerate(actions):
             incoming = self._receive(actions, position, token_shapes)
             run = partial(step, action.micro_batch)
             if self.is_last:
-                outputs.append(self.model.output(run, incoming))
+                assert incoming is not None
+                ended_BTD.append(self.model.through_blocks(run, incoming))
             else:
                 self._send(action, self.model.hidden(run, incoming))
+        if self.is_last:
+            with self.model.behind_blocks():
+                output = self.model.output(whole_step, torch.cat(ended_BTD))
         for channel in self.channels.values():
             channel.flush()
-        return outputs
+        return output
 
     def _forward(
         self,

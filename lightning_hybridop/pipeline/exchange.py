@@ -9,19 +9,35 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybridop.pipeline.batches import BatchError
+from lightning_hybridop.pipeline.packing import pack, unpack
 
 
 def broadcast_json(value: Any, *, source: int) -> Any:
     """Return rank `source`'s JSON-serialisable `value` on every rank; floats arrive bit for bit."""
+    encoded = json.dumps(value).encode() if dist.get_rank() == source else b""
+    return json.loads(_broadcast_bytes(encoded, source=source))
+
+
+def broadcast_nested(value: Any, *, source: int) -> Any:
+    """Return rank `source`'s `value` on every rank: dicts, lists and tuples of tensors, strings, numbers and None.
+
+    Raises:
+        BatchError: on rank `source`, when there is something else in it.
+    """
     mine = dist.get_rank() == source
-    encoded = bytearray(json.dumps(value).encode()) if mine else bytearray()
-    length = torch.tensor([len(encoded)], dtype=torch.int64)
+    packed = _broadcast_bytes(pack(value) if mine else b"", source=source)
+    return value if mine else unpack(packed)
+
+
+def _broadcast_bytes(content: bytes, *, source: int) -> bytes:
+    length = torch.tensor([len(content)], dtype=torch.int64)
     dist.broadcast(length, source)
-    payload = (
-        torch.frombuffer(encoded, dtype=torch.uint8) if mine else torch.empty(int(length), dtype=torch.uint8)
-    )
-    dist.broadcast(payload, source)
-    return json.loads(payload.numpy().tobytes())
+    if dist.get_rank() == source:
+        dist.broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8), source)
+        return content
+    received = torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(received, source)
+    return received.numpy().tobytes()
 
 
 def gather_json(value: Any) -> list[Any]:
@@ -57,8 +73,8 @@ def check_same_batch(checksum: int, *, stages_of_ranks: list[int]) -> None:
     if odd:
         names = ", ".join(f"rank {rank} (stage {stages_of_ranks[rank]})" for rank in odd)
         raise BatchError(
-            f"Every rank must read the same batch, but {names} read another one than rank 0; check that all hosts "
-            "hold the same data files and that samplers draw from their own seeded generator."
+            f"Every rank must read the same batch, but {names} read another one than rank 0; give all hosts the same "
+            "data files and samplers a seeded generator of their own, or pass HybridOPStrategy(data='broadcast')."
         )
 
 

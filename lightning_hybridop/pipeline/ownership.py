@@ -8,18 +8,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybridop.pipeline.anatomy import Anatomy, CutError
-from lightning_hybridop.pipeline.stage import parameter_owner
+from lightning_hybridop.pipeline.stage import adapter_parameters, parameter_owner
 
 
 def owned_parameters(
     module: nn.Module, anatomy: Anatomy, boundaries: tuple[int, ...]
 ) -> tuple[dict[str, nn.Parameter], ...]:
-    """Return every stage's trainable parameters by name; `boundaries` are the stages' `last` block numbers.
+    """Return every stage's trainable parameters by name; `boundaries` are the stages' `last` block numbers."""
+    stages: tuple[dict[str, nn.Parameter], ...] = tuple({} for _ in boundaries)
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            stages[parameter_owner(anatomy, name, boundaries)][name] = parameter
+    return stages
+
+
+def check_updated_once(module: nn.Module, anatomy: Anatomy, boundaries: tuple[int, ...]) -> None:
+    """Check that no trainable parameter of the whole model would be updated by two stages.
 
     Raises:
-        CutError: a trainable parameter is shared between stages, as a tied embedding and head are.
+        CutError: one is shared between stages, as a tied embedding and head are.
     """
-    stages: tuple[dict[str, nn.Parameter], ...] = tuple({} for _ in boundaries)
     owners: dict[int, tuple[int, str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
@@ -31,9 +39,6 @@ def owned_parameters(
                 f"{first_name} (stage {first_stage}) and {name} (stage {stage}) are one trainable tensor, which two "
                 "stages cannot both update; freeze it, or train with a single stage."
             )
-        if first_name == name:
-            stages[stage][name] = parameter
-    return stages
 
 
 def synchronise(owned: Sequence[Mapping[str, nn.Parameter]], rank_of_stage: Sequence[int]) -> None:
@@ -74,10 +79,20 @@ def merge_optimizer_state(
     return {**state_dict, "state": dict(sorted(merged.items()))}
 
 
+def forget_absent_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Drop the state of parameters on `meta`: some optimizers (Adagrad) make it before there is any gradient."""
+    for parameter in [parameter for parameter in optimizer.state if parameter.is_meta]:
+        del optimizer.state[parameter]
+
+
 def frozen_dtype(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the frozen floating-point weights of a stage; trainable parameters keep their own dtype."""
+    """Cast the frozen floating-point weights of a stage; what is trained and what is an adapter's keeps its dtype.
+
+    An adapter's frozen weights, and those of adapters that are not active, are written to folders as they were read.
+    """
+    adapters = {id(parameter) for parameter in adapter_parameters(module)}
     for parameter in module.parameters():
-        if not parameter.requires_grad and parameter.is_floating_point():
+        if not (parameter.requires_grad or id(parameter) in adapters) and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 
 

@@ -64,7 +64,9 @@ class StageModel:
         self._to_next: ToNext | None = None
         self._stand_ins: dict[str, StandIn] = {}
         self._originals: dict[str, nn.Module] = {}
+        self._is_whole = False
 
+        self._skipped: dict[str, nn.Module] = {}
         returns_tuple = anatomy.returns_tuple
         for index in range(anatomy.blocks):
             if first <= index < last:
@@ -72,13 +74,13 @@ class StageModel:
             name = f"{anatomy.blocks_name}.{index}"
             original = module.get_submodule(name)
             if index == first - 1:
-                self._from_previous = FromPrevious(original, returns_tuple=returns_tuple)
+                self._from_previous = FromPrevious(original, index=index, returns_tuple=returns_tuple)
                 self._stand_ins[name] = self._from_previous
             elif index == last:
-                self._to_next = ToNext(original, returns_tuple=returns_tuple)
+                self._to_next = ToNext(original, index=index, returns_tuple=returns_tuple)
                 self._stand_ins[name] = self._to_next
             else:
-                self._stand_ins[name] = Skip(original, returns_tuple=returns_tuple)
+                self._stand_ins[name] = Skip(original, index=index, returns_tuple=returns_tuple)
             self._originals[name] = original
         if not self.is_first and anatomy.embedding_name is not None:
             embedding = module.get_submodule(anatomy.embedding_name)
@@ -94,10 +96,15 @@ class StageModel:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Inside the block the model has all its own modules again, frozen weights of other stages on `meta`."""
+        if self._is_whole:  # a hook that sees the whole model may ask for it again
+            yield
+            return
         self._install(self._originals)
+        self._is_whole = True
         try:
             yield
         finally:
+            self._is_whole = False
             self._install(self._stand_ins)
 
     @contextmanager
@@ -111,6 +118,46 @@ class StageModel:
             yield
         finally:
             self._to_next.passing = False
+
+    @contextmanager
+    def behind_blocks(self) -> Iterator[None]:
+        """Inside the block the stage's own blocks are skipped as well: what is put in goes on behind them."""
+        names = [f"{self.anatomy.blocks_name}.{index}" for index in range(self.anatomy.blocks)]
+        own = {name: self.module.get_submodule(name) for name in names if name not in self._stand_ins}
+        skips = {
+            name: Skip(block, index=names.index(name), returns_tuple=self.anatomy.returns_tuple)
+            for name, block in own.items()
+        }
+        self._install(skips)
+        self._skipped = own
+        try:
+            yield
+        finally:
+            self._install(own)
+            self._skipped = {}
+
+    @contextmanager
+    def within_blocks(self) -> Iterator[None]:
+        """Inside the block the stage's own blocks run, also where `behind_blocks` skips them."""
+        skips = {name: self.module.get_submodule(name) for name in self._skipped}
+        self._install(self._skipped)
+        try:
+            yield
+        finally:
+            self._install(skips)
+
+    def through_blocks(self, step: Callable[[], Any], received_BTD: Tensor) -> Tensor:
+        """Run the user's step on the last stage to the end of the blocks and return their hidden state [B, T, D]."""
+
+        def leave(_: nn.Module, __: Any, output: Any) -> None:
+            raise StageBoundary(output if isinstance(output, Tensor) else output[0])
+
+        last = self.module.get_submodule(f"{self.anatomy.blocks_name}.{self.anatomy.blocks - 1}")
+        leaving = last.register_forward_hook(leave)
+        try:
+            return self.hidden(step, received_BTD)
+        finally:
+            leaving.remove()
 
     def hidden(self, step: Callable[[], Any], received_BTD: Tensor | None) -> Tensor:
         """Run the user's step to the end of the stage and return the hidden state [B, T, D] for the next one."""
@@ -138,13 +185,22 @@ class StageModel:
         self._check_taken()
         return result
 
+    @property
+    def has_received(self) -> bool:
+        """Whether a hidden state has been put in and not yet taken by the model."""
+        return self._from_previous is not None and self._from_previous.received is not None
+
+    def drop_received(self) -> None:
+        """Forget the hidden state that has been put in."""
+        self._put(None)
+
     def _put(self, received_BTD: Tensor | None) -> None:
         if self._from_previous is not None:
             self._from_previous.received = received_BTD
 
     def _check_taken(self) -> None:
-        if self._from_previous is not None and self._from_previous.received is not None:
-            self._from_previous.received = None
+        if self.has_received:
+            self.drop_received()
             raise StageInputError(
                 f"The step ended without calling the model's blocks ({self.anatomy.blocks_name}); "
                 "call the model exactly once in every step."
@@ -167,17 +223,17 @@ def _release(modules: dict[str, nn.Module], *, kept: list[nn.Parameter]) -> None
     in_use = {id(parameter) for parameter in kept}
     released: dict[int, nn.Parameter] = {}  # tied weights stay tied
     for module in modules.values():
-        adapters = {id(parameter) for parameter in _adapter_parameters(module)}
+        adapters = {id(parameter) for parameter in adapter_parameters(module)}
         for child in module.modules():
             for name, parameter in child._parameters.items():
                 if parameter is None or parameter.requires_grad or id(parameter) in adapters | in_use:
                     continue
                 if id(parameter) not in released:
-                    released[id(parameter)] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+                    released[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
                 child._parameters[name] = released[id(parameter)]
 
 
-def _adapter_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+def adapter_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the adapter parameters of peft layers, frozen ones included."""
     for layer in module.modules():
         for attribute in getattr(layer, "adapter_layer_names", ()):

@@ -47,12 +47,32 @@ def first_tensor(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor
     )
 
 
-class BlockStandIn(StandIn):
-    """A stand-in for a block, returning its hidden state the way the block does (tensor or tuple)."""
+def count_tokens_in(cache: Any) -> None:
+    """Ask the stand-ins of blocks to count the tokens in a key-value cache as their blocks would."""
+    cache.counts_tokens_of_stand_ins = True
 
-    def __init__(self, replaced: nn.Module, *, returns_tuple: bool) -> None:
+
+class BlockStandIn(StandIn):
+    """A stand-in for the block `index`, returning its hidden state the way the block does (tensor or tuple)."""
+
+    def __init__(self, replaced: nn.Module, *, index: int, returns_tuple: bool) -> None:
         super().__init__(replaced)
+        self._index = index
         self._returns_tuple = returns_tuple
+
+    def hidden_among(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
+        """Return the hidden state among the arguments, having counted its tokens in the cache among them.
+
+        A model reads positions and mask sizes off the cache's first layers, whichever stage holds them. One number
+        for a token is enough for that.
+        """
+        hidden_BTD = first_tensor(arguments, keywords)
+        for value in (*arguments, *keywords.values()):
+            if getattr(value, "counts_tokens_of_stand_ins", False):
+                keys = hidden_BTD.new_zeros(hidden_BTD.shape[0], 1, hidden_BTD.shape[1], 1)
+                value.update(keys, keys, self._index)
+                break
+        return hidden_BTD
 
     def returned(self, hidden_BTD: Tensor) -> Tensor | tuple[Tensor]:
         """Wrap a hidden state in the block's return convention."""
@@ -64,19 +84,19 @@ class Skip(BlockStandIn):
 
     def forward(self, *arguments: Any, **keywords: Any) -> Tensor | tuple[Tensor]:
         """Return the hidden state unchanged."""
-        return self.returned(first_tensor(arguments, keywords))
+        return self.returned(self.hidden_among(arguments, keywords))
 
 
 class FromPrevious(BlockStandIn):
     """The block before a stage's first: ignores its input and returns the hidden state put into `received`."""
 
-    def __init__(self, replaced: nn.Module, *, returns_tuple: bool) -> None:
-        super().__init__(replaced, returns_tuple=returns_tuple)
+    def __init__(self, replaced: nn.Module, *, index: int, returns_tuple: bool) -> None:
+        super().__init__(replaced, index=index, returns_tuple=returns_tuple)
         self.received: Tensor | None = None
 
     def forward(self, *arguments: Any, **keywords: Any) -> Tensor | tuple[Tensor]:
         """Return the received hidden state, cast to the dtype that the model computes in."""
-        own_BTD = first_tensor(arguments, keywords)
+        own_BTD = self.hidden_among(arguments, keywords)
         if self.received is None:
             raise StageInputError(
                 "The model was called twice in one step, but a pipeline stage receives one hidden state per step; "
@@ -97,13 +117,13 @@ class ToNext(BlockStandIn):
     While `passing` is true it behaves as `Skip`, which makes the model of an early exit.
     """
 
-    def __init__(self, replaced: nn.Module, *, returns_tuple: bool) -> None:
-        super().__init__(replaced, returns_tuple=returns_tuple)
+    def __init__(self, replaced: nn.Module, *, index: int, returns_tuple: bool) -> None:
+        super().__init__(replaced, index=index, returns_tuple=returns_tuple)
         self.passing = False
 
     def forward(self, *arguments: Any, **keywords: Any) -> Tensor | tuple[Tensor]:
         """Raise `StageBoundary` with the hidden state, or return it while passing."""
-        hidden_BTD = first_tensor(arguments, keywords)
+        hidden_BTD = self.hidden_among(arguments, keywords)
         if self.passing:
             return self.returned(hidden_BTD)
         raise StageBoundary(hidden_BTD)

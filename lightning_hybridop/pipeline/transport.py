@@ -84,24 +84,30 @@ class Channel:
         Raises:
             TransportError: the neighbour is gone or silent for longer than the timeout.
         """
-        posted = self._posted.pop(action)
+        # No local name for the pending message: an error's traceback would keep it, and with it the connection.
         try:
-            posted.work.wait(self._timeout)
+            self._posted[action].work.wait(self._timeout)
         except RuntimeError as error:
             raise self._lost(action, "sent nothing for", error) from error
+        posted = self._posted.pop(action)
         return posted.wire.view(posted.dtype)
 
     def flush(self) -> None:
         """Wait until every send has been taken by the neighbour."""
         while self._sent:
-            work, _ = self._sent.pop(0)
             try:
-                work.wait(self._timeout)
+                self._sent[0][0].wait(self._timeout)
             except RuntimeError as error:
                 raise TransportError(
                     f"{self._description} did not take a message within {self._timeout.total_seconds():g} s "
                     f"({_first_line(error)}); look at that stage's own error first."
                 ) from error
+            self._sent.pop(0)
+
+    def abandon(self) -> None:
+        """Forget all pending messages, after a failure."""
+        self._posted.clear()
+        self._sent.clear()
 
     def _lost(self, action: Action, what: str, error: RuntimeError) -> TransportError:
         return TransportError(

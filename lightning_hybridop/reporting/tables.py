@@ -1,6 +1,6 @@
 """Tables for the terminal: the plan before a run, what came out of it afterwards."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -25,16 +25,15 @@ def run_summary(
     *,
     plan: Plan,
     loss: Change,
-    accuracy: Change | None = None,
-    f1: Change | None = None,
+    scores: Mapping[str, Change] | None = None,
     samples_per_second: float | None = None,
     comu_ti: Sequence[float] | None = None,
     peak_memory_mib: Sequence[float] | None = None,
 ) -> RenderableType:
     """Return the closing tables of a run: what was learnt, and what each stage did meanwhile.
 
-    `loss` in nats (first and last step), `accuracy` and `f1` as fractions of 1 (before and after), `comu_ti` as one
-    fraction of 1 per stage, `peak_memory_mib` one value per stage in MiB. Quantities that are None show as a dash.
+    `loss` in nats (first and last step), `scores` what the held-out rows came to by name (before and after), `comu_ti`
+    as one fraction of 1 per stage, `peak_memory_mib` one value per stage in MiB. Quantities that are None show as a dash.
     Raises ValueError when a per-stage sequence does not have one value per stage.
     """
     for name, values in (("comu_ti", comu_ti), ("peak_memory_mib", peak_memory_mib)):
@@ -48,10 +47,8 @@ def run_summary(
     for column in ("first / before", "last / after", "change"):
         learnt.add_column(column, justify="right")
     _add_change(learnt, "training loss", loss, "{:.4f}", "{:+.4f}")
-    if accuracy is not None:
-        _add_change(learnt, "accuracy", accuracy, "{:.3f}", "{:+.3f}")
-    if f1 is not None:
-        _add_change(learnt, "macro F1", f1, "{:.3f}", "{:+.3f}")
+    for name, change in (scores or {}).items():
+        _add_change(learnt, name, change, "{:.3f}", "{:+.3f}")
     learnt.add_row("samples / s", "", _number(samples_per_second, "{:.2f}"), "")
 
     stages = Table(title="Stages", title_justify="left", box=box.SIMPLE_HEAD, show_footer=comu_ti is not None)

@@ -8,7 +8,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from lightning_hybridop.data.agnews import AGNewsData, read_agnews, without_texts_of
-from lightning_hybridop.data.classification import DataError, LabelledText
+from lightning_hybridop.data.classification import LabelledText
+from lightning_hybridop.data.sources import DataError
 
 REPOSITORY = Path(__file__).parents[2]
 AG_NEWS = Path(os.environ.get("HYBRIDOP_DATA", REPOSITORY / ".." / "shared" / "data")) / "ag_news"

@@ -4,16 +4,19 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
 from lightning_hybridop.data.classification import (
-    DataError,
     EncodedText,
     LabelledText,
     balanced_subset,
     classification_loader,
     collate,
+    collate_numbered,
     encode,
-    shuffled,
+    encode_numbered,
 )
-from lightning_hybridop.modules.prompts import CLASSES, Prompt
+from lightning_hybridop.data.headlines import HeadlinesData
+from lightning_hybridop.data.sources import DataError
+from lightning_hybridop.data.split import shuffled
+from lightning_hybridop.modules.prompts import CLASSES, Batch, Prompt
 
 
 def rows_of(*labels: int) -> list[LabelledText]:
@@ -90,3 +93,32 @@ def test_a_class_with_too_few_rows_is_named() -> None:
         DataError, match="set of 6 rows needs 2 rows of the class Sports, but there are 1: ask for fewer rows"
     ):
         balanced_subset(rows_of(0, 0, 1, 2, 3), 6, classes=CLASSES)
+
+
+def test_numbered_rows_are_texts_alone_with_one_label_each(tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [LabelledText(text="one two three four", label=3), LabelledText(text="five", label=0)]
+    encoded = encode_numbered(rows, tokenizer=tokenizer, max_length=3)
+    batch = collate_numbered(encoded, padding_token=1)
+    assert tokenizer.convert_ids_to_tokens(batch["input_ids"][0]) == ["one", "two", "three"]
+    assert batch["input_ids"][1, :2].tolist() == [1, 1]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
+    assert batch["labels"].tolist() == [3, 0]
+    assert encode_numbered([], tokenizer=tokenizer, max_length=3) == []
+
+
+def test_a_data_module_gives_words_or_numbers(tokenizer: PreTrainedTokenizerBase) -> None:
+    def first(labels: str) -> Batch:
+        data = HeadlinesData(
+            tokenizer=tokenizer,
+            train_rows=8,
+            held_out_rows=4,
+            labels=labels,  # type: ignore[arg-type]
+        )
+        data.setup("fit")
+        return next(iter(data.val_dataloader()))
+
+    words, numbers = first("word"), first("number")
+    assert tokenizer.convert_ids_to_tokens(words["labels"][:, -1]) == list(CLASSES)
+    assert numbers["labels"].tolist() == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="labels is 'numbers', expected one of word, number"):
+        first("numbers")

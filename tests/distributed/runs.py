@@ -60,7 +60,7 @@ class Watch(Callback):
         pl_module: lightning.LightningModule,
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        self.gradients.append(_gradients(pl_module))
+        self.gradients.append(_own_gradients(trainer))
 
     def on_train_batch_end(
         self,
@@ -78,11 +78,16 @@ class Watch(Callback):
             return
         self.losses.append(result.loss)
         self.derivatives.append([g for _, g in result.estimate.derivatives] if result.estimate else [])
-        self.clipped.append(_gradients(pl_module))
+        self.clipped.append(_own_gradients(trainer))
 
 
-def _gradients(module: lightning.LightningModule) -> Gradients:
-    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+def _own_gradients(trainer: lightning.Trainer) -> Gradients:
+    """Return those of the rank's own stage: hooks see the gradients of the whole model."""
+    strategy = trainer.strategy
+    assert isinstance(strategy, HybridOPStrategy)
+    named = trainer.lightning_module.named_parameters()
+    own = strategy._assembly.owned[strategy.stage_index] if strategy.pipelined else dict(named)
+    return {name: p.grad.clone() for name, p in own.items() if p.grad is not None}
 
 
 def trainer_for(strategy: HybridOPStrategy, **options: Any) -> lightning.Trainer:

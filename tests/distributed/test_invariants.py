@@ -78,8 +78,9 @@ class OneLossPerStep(SgdModule):
 
     def __init__(self) -> None:
         super().__init__(learning_rate=0.0, blocks=4)
-        self.calls = 0
-        self.seen: list[str] = []
+        # Perturbed passes leave no trace in other attributes than those whose name begins with an underscore.
+        self._calls = 0
+        self._seen: list[str] = []
         for parameter in self.parameters():
             if parameter.requires_grad:
                 torch.nn.init.zeros_(parameter)
@@ -89,11 +90,11 @@ class OneLossPerStep(SgdModule):
         if self.trainer.strategy.stage_index == 0:  # type: ignore[attr-defined]
             first = {name: p for name, p in own.items() if ".layers.0." in name or ".layers.1." in name}
             if all(p.any() for p in first.values()):
-                self.seen.append(_bytes(first))
+                self._seen.append(_bytes(first))
         loss = self.model(**batch).loss
         # Only the last stage gets here: the base forward first, then the queries in order.
-        query = self.calls % (1 + QUERIES) - 1
-        self.calls += 1
+        query = self._calls % (1 + QUERIES) - 1
+        self._calls += 1
         return loss * 0.0 + float(query == batch_idx)
 
 
@@ -107,11 +108,15 @@ def _perturbed_and_replayed() -> tuple[list[str], list[str]]:
             self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
         ) -> None:
             if strategy.stage_index == 0:
-                own = {name: p.grad for name, p in pl_module.named_parameters() if p.grad is not None}
+                own = {
+                    name: p.grad
+                    for name, p in pl_module.named_parameters()
+                    if name in strategy._assembly.owned[0]
+                }
                 replayed.append(_bytes({name: QUERIES * gradient for name, gradient in own.items()}))
 
     trainer_for(strategy, callbacks=[Replayed()]).fit(module, loader(2 * QUERIES, batch_size=2))
-    return module.seen, replayed
+    return module._seen, replayed
 
 
 def test_the_z_that_perturbed_is_the_z_that_is_replayed() -> None:
@@ -186,12 +191,12 @@ class LossNotFinite(SgdModule):
     def __init__(self, broken: dict[int, float]) -> None:
         super().__init__(blocks=4)
         self.broken = broken
-        self.calls = 0
+        self._calls = 0
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        self.calls += 1
-        return loss * self.broken.get(self.calls - 1, 1.0)
+        self._calls += 1
+        return loss * self.broken.get(self._calls - 1, 1.0)
 
 
 def _drop(broken: dict[int, float], directions: str) -> tuple[Run, list[str]]:

@@ -51,7 +51,8 @@ class Module(lightning.LightningModule):
         self.head = nn.Linear(8, 11).requires_grad_(False)
 
     def training_step(self, batch, batch_idx):
-        if {crash} and self.global_rank == 1 and batch_idx == 1:
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if {crash} and attempt == "0" and self.global_rank == 1 and batch_idx == 1:
             raise ArithmeticError("the second batch of rank 1")
         (tokens,) = batch
         hidden = self.embedding(tokens)
@@ -92,8 +93,8 @@ def script(folder: Path, strategy: str, *, crash: bool = False) -> Path:
     return path
 
 
-def launch(command: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in a session of its own, and check that nothing of that session is left."""
+def script_environment() -> dict[str, str]:
+    """Return the environment of a script that nobody has given a rank."""
     about_runs = (
         "RANK",
         "LOCAL_RANK",
@@ -103,11 +104,18 @@ def launch(command: Sequence[str], **variables: str) -> subprocess.CompletedProc
         "MASTER_PORT",
         "TORCHELASTIC_RUN_ID",
     )
-    environment = {name: value for name, value in os.environ.items() if name not in about_runs}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    own = {name: value for name, value in os.environ.items() if name not in about_runs}
+    return {**own, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def launch(
+    command: Sequence[str], *, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a session of its own, and check that nothing of that session is left."""
     process = subprocess.Popen(
         command,
-        env=environment,
+        cwd=cwd,
+        env=script_environment() | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -116,14 +124,15 @@ def launch(command: Sequence[str], **variables: str) -> subprocess.CompletedProc
     try:
         out, err = process.communicate(timeout=SECONDS)
     finally:
-        _, left = psutil.wait_procs(_of_session(process.pid), timeout=5)
+        _, left = psutil.wait_procs(processes_of_session(process.pid), timeout=5)
         for other in left:
             other.kill()
     assert left == []
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def _of_session(session: int) -> list[psutil.Process]:
+def processes_of_session(session: int) -> list[psutil.Process]:
+    """Return the living processes of a session."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -161,6 +170,15 @@ def test_the_same_script_runs_under_torchrun(tmp_path: Path) -> None:
     arguments = ["-m", "torch.distributed.run", "--nproc-per-node", "3", "--master-port", str(free_port())]
     result = launch([sys.executable, *arguments, str(script(tmp_path, STAGES))])
     assert result.returncode == 0, result.stderr
+    check(answers(tmp_path), ["zo", "bp", "bp"])
+
+
+def test_a_second_attempt_under_torchrun_finishes(tmp_path: Path) -> None:
+    arguments = ["-m", "torch.distributed.run", "--nproc-per-node", "3", "--master-port", str(free_port())]
+    command = [sys.executable, *arguments, "--max-restarts", "1", str(script(tmp_path, STAGES, crash=True))]
+    result = launch(command)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("ArithmeticError: the second batch of rank 1") == 1
     check(answers(tmp_path), ["zo", "bp", "bp"])
 
 

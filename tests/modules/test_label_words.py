@@ -13,7 +13,8 @@ from lightning_hybridop.data.classification import (
     collate,
     encode,
 )
-from lightning_hybridop.modules.label_words import LabelWordClassifier, answer_loss
+from lightning_hybridop.modules.answers import answer_loss
+from lightning_hybridop.modules.label_words import LabelWordClassifier
 from lightning_hybridop.modules.prompts import Batch, Prompt
 
 pytestmark = [
@@ -209,3 +210,38 @@ def test_bad_arguments_are_refused(model: PreTrainedModel, tokenizer: PreTrained
         LabelWordClassifier(model, tokenizer, optimizer="sgd")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="pass tokenizer="):
         LabelWordClassifier(model)
+
+
+def test_answers_to_questions_are_scored_per_answer_and_per_question(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    module = LabelWordClassifier(model, tokenizer, label_words=("World", "Sports"), per_question=True).eval()
+    rows = [LabelledText(text=row.text, label=index % 2) for index, row in enumerate((*ROWS, *ROWS[:3]))]
+    prompt = Prompt(label_words=("World", "Sports"))
+    texts = encode(rows, tokenizer=tokenizer, prompt=prompt, max_length=12)
+    question = torch.tensor([4, 4, 1, 0, 0, 0, 7, 7])
+    batch = collate(texts, padding_token=1) | {"question": question}
+    predicted = module.predict_step(batch, 0).tolist()
+    target = [row.label for row in rows]
+    assert 0 < sum(predicted) < len(predicted)
+    hits = sum(p * t for p, t in zip(predicted, target, strict=True))
+    wrong = {int(q) for q, p, t in zip(question, predicted, target, strict=True) if p != t}
+
+    def part(rows: slice) -> Batch:
+        return {name: values[rows] for name, values in batch.items()}
+
+    # One question lies in both batches.
+    parts = [part(slice(0, 4)), part(slice(4, 8))]
+    (scores,) = trainer(tmp_path).validate(
+        module,
+        DataLoader(parts, batch_size=None),
+        verbose=False,  # type: ignore[arg-type]
+    )
+    assert set(scores) == {"val_loss", "val_accuracy", "val_f1", "val_f1a", "val_exact_match"}
+    assert scores["val_f1a"] == pytest.approx(2 * hits / (sum(predicted) + sum(target)))
+    assert scores["val_exact_match"] == pytest.approx(1 - len(wrong) / 4)
+
+
+def test_questions_need_two_label_words(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(ValueError, match="two label words, wrong and right, but there are 3"):
+        LabelWordClassifier(model, tokenizer, label_words=LABEL_WORDS, per_question=True)

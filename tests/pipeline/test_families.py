@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
-from tests.pipeline.by_hand import cut, split_gradients, unsplit_gradients
+from tests.pipeline.by_hand import cut, evaluation_by_hand, split_gradients, unsplit_gradients
 
 pytestmark = [
     # peft 0.21 asks a transformers 5.24 model by its old name.
@@ -211,7 +211,20 @@ def test_split_model_is_bit_identical_to_the_unsplit_one(name: str, head: str) -
         return model(input_ids=tokens, attention_mask=mask, labels=labels)
 
     whole = unsplit_gradients(model, step)
-    split = split_gradients(cut(model, STAGES), step)
+    stages = cut(model, STAGES)
+    split = split_gradients(stages, step)
+
+    # Evaluation: row by row through the blocks, all rows at once behind them.
+    def row(number: int) -> Any:
+        one = slice(number, number + 1)
+        return lambda part: part(input_ids=tokens[one], attention_mask=mask[one], labels=labels[one])
+
+    evaluated = evaluation_by_hand(stages, step, micro_batch_steps=[row(0), row(1)])
+    real = mask.bool() if head == CAUSAL else torch.ones(2, dtype=torch.bool)  # padding may see what it likes
+    torch.testing.assert_close(
+        evaluated.logits[real], whole.output.logits[real].detach(), atol=1e-5, rtol=1e-5
+    )
+    assert float(evaluated.loss) == pytest.approx(float(whole.output.loss.detach()), abs=1e-5)
 
     assert torch.equal(split.output.logits, whole.output.logits)
     assert torch.equal(split.output.loss, whole.output.loss)

@@ -2,7 +2,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybridop.pipeline.gradients import clip_to_norm, scaled_learning_rates, square_of_norm
+from lightning_hybridop.pipeline.gradients import (
+    clip_to_norm,
+    clip_to_value,
+    scaled_learning_rates,
+    square_of_norm,
+)
 
 
 def optimizer() -> torch.optim.Optimizer:
@@ -48,3 +53,22 @@ def test_gradients_are_clipped_by_a_norm_that_they_are_a_part_of() -> None:
     torch.testing.assert_close(torch.cat(gradients), torch.tensor([0.3, 0.4]))
     clip_to_norm(gradients, limit=1.0, norm=0.5)
     torch.testing.assert_close(torch.cat(gradients), torch.tensor([0.3, 0.4]))
+
+
+def test_a_norm_of_double_precision_is_not_rounded_to_single() -> None:
+    assert square_of_norm([torch.tensor([1.0 + 1e-12], dtype=torch.float64)]) == (1.0 + 1e-12) ** 2
+
+
+def test_every_element_is_clipped_by_value() -> None:
+    gradients = [torch.tensor([3.0, -0.25]), torch.tensor([[-4.0]])]
+    clip_to_value(gradients, limit=0.5)
+    assert gradients[0].tolist() == [0.5, -0.25]
+    assert gradients[1].tolist() == [[-0.5]]
+
+
+def test_groups_without_a_learning_rate_are_left_alone() -> None:
+    sgd = optimizer()
+    del sgd.param_groups[0]["lr"]
+    with scaled_learning_rates(sgd, 0.5):
+        assert sgd.param_groups[1]["lr"] == 0.125
+    assert "lr" not in sgd.param_groups[0]

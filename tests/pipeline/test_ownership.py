@@ -3,7 +3,13 @@ import torch
 from torch import nn
 
 from lightning_hybridop.pipeline.anatomy import CutError, read_anatomy
-from lightning_hybridop.pipeline.ownership import block_dtype, frozen_dtype, owned_parameters
+from lightning_hybridop.pipeline.ownership import (
+    block_dtype,
+    check_updated_once,
+    forget_absent_parameters,
+    frozen_dtype,
+    owned_parameters,
+)
 from tests.pipeline.plain import PlainModel
 from tests.tiny import tiny_llama
 
@@ -33,7 +39,7 @@ def test_trainable_tied_embedding_is_refused() -> None:
     with pytest.raises(
         CutError, match=r"embed\.weight \(stage 0\) and head\.weight \(stage 1\) are one trainable tensor"
     ):
-        owned_parameters(model, read_anatomy(model), (2, 4))
+        check_updated_once(model, read_anatomy(model), (2, 4))
 
 
 def test_tied_embedding_is_accepted_when_frozen_or_on_one_stage() -> None:
@@ -41,8 +47,11 @@ def test_tied_embedding_is_accepted_when_frozen_or_on_one_stage() -> None:
     assert "embed.weight" in owned_parameters(model, read_anatomy(model), (4,))[0]
     assert "head.weight" not in owned_parameters(model, read_anatomy(model), (4,))[0]
 
+    check_updated_once(model, read_anatomy(model), (4,))
+
     model.embed.weight.requires_grad_(False)
 
+    check_updated_once(model, read_anatomy(model), (2, 4))
     first, last = owned_parameters(model, read_anatomy(model), (2, 4))
     assert "embed.weight" not in first
     assert set(last) == {f"trunk.{block}.mix.{kind}" for block in (2, 3) for kind in ("weight", "bias")} | {
@@ -62,6 +71,30 @@ def test_only_frozen_floating_point_weights_are_cast() -> None:
     assert model.weight.dtype == torch.bfloat16
     assert model.bias.dtype == torch.float32
     assert model.codes.dtype == torch.int8
+
+
+def test_frozen_adapters_are_not_cast() -> None:
+    model = tiny_llama(blocks=2)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    before = {name: parameter for name, parameter in model.named_parameters() if "lora" in name}
+
+    frozen_dtype(model, torch.bfloat16)
+
+    assert all(
+        p.dtype == (torch.float32 if n in before else torch.bfloat16) for n, p in model.named_parameters()
+    )
+
+
+def test_the_state_of_absent_parameters_is_forgotten() -> None:
+    here, absent = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, device="meta"))
+    optimizer = torch.optim.Adagrad([absent, here])
+    assert absent in optimizer.state
+
+    forget_absent_parameters(optimizer)
+
+    assert list(optimizer.state) == [here]
+    assert optimizer.param_groups[0]["params"] == [absent, here]
 
 
 def test_dtype_of_a_block_is_that_of_its_first_floating_point_weight() -> None:

@@ -122,6 +122,19 @@ def test_whole_restores_every_name_and_module_and_cuts_again_afterwards() -> Non
     assert set(dict(module.named_parameters())) == cut_names < parameters
 
 
+def test_the_model_stays_whole_until_the_outermost_block_ends() -> None:
+    model = PlainModel()
+    modules = dict(model.named_modules())
+    stage = StageModel(model, read_anatomy(model), first=0, last=2)
+
+    with stage.whole():
+        with stage.whole():
+            assert dict(model.named_modules()) == modules
+        assert dict(model.named_modules()) == modules
+
+    assert dict(model.named_modules()) != modules
+
+
 def test_model_is_cut_again_after_an_error_inside_whole() -> None:
     model = PlainModel()
     stage = StageModel(model, read_anatomy(model), first=0, last=2)

@@ -35,9 +35,9 @@ HIDDEN_BTD = torch.arange(12.0).reshape(1, 3, 4)
 @pytest.mark.parametrize(
     "stand_in",
     [
-        Skip(Block(), returns_tuple=False),
-        FromPrevious(Block(), returns_tuple=False),
-        ToNext(Block(), returns_tuple=True),
+        Skip(Block(), index=0, returns_tuple=False),
+        FromPrevious(Block(), index=0, returns_tuple=False),
+        ToNext(Block(), index=0, returns_tuple=True),
         Dropped(Block()),
     ],
     ids=["Skip", "FromPrevious", "ToNext", "Dropped"],
@@ -59,7 +59,7 @@ class TestEveryStandIn:
 
 @pytest.mark.parametrize("returns_tuple", [False, True], ids=["tensor", "tuple"])
 def test_skip_returns_its_input_in_the_blocks_convention(returns_tuple: bool) -> None:
-    returned = Skip(Block(), returns_tuple=returns_tuple)(HIDDEN_BTD, attention_mask=torch.ones(2))
+    returned = Skip(Block(), index=0, returns_tuple=returns_tuple)(HIDDEN_BTD, attention_mask=torch.ones(2))
 
     assert isinstance(returned, tuple) is returns_tuple
     assert (returned[0] if isinstance(returned, tuple) else returned) is HIDDEN_BTD
@@ -67,7 +67,7 @@ def test_skip_returns_its_input_in_the_blocks_convention(returns_tuple: bool) ->
 
 @pytest.mark.parametrize("returns_tuple", [False, True], ids=["tensor", "tuple"])
 def test_from_previous_returns_what_was_received_once(returns_tuple: bool) -> None:
-    stand_in = FromPrevious(Block(), returns_tuple=returns_tuple)
+    stand_in = FromPrevious(Block(), index=0, returns_tuple=returns_tuple)
     stand_in.received = HIDDEN_BTD
 
     returned = stand_in(torch.zeros_like(HIDDEN_BTD))
@@ -79,14 +79,14 @@ def test_from_previous_returns_what_was_received_once(returns_tuple: bool) -> No
 
 
 def test_from_previous_casts_to_the_dtype_that_the_model_computes_in() -> None:
-    stand_in = FromPrevious(Block(), returns_tuple=False)
+    stand_in = FromPrevious(Block(), index=0, returns_tuple=False)
     stand_in.received = HIDDEN_BTD
 
     assert stand_in(torch.zeros_like(HIDDEN_BTD, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 def test_from_previous_refuses_another_shape() -> None:
-    stand_in = FromPrevious(Block(), returns_tuple=False)
+    stand_in = FromPrevious(Block(), index=0, returns_tuple=False)
     stand_in.received = HIDDEN_BTD
 
     with pytest.raises(
@@ -97,7 +97,7 @@ def test_from_previous_refuses_another_shape() -> None:
 
 def test_to_next_ends_the_step_with_the_hidden_state() -> None:
     with pytest.raises(StageBoundary) as boundary:
-        ToNext(Block(), returns_tuple=False)(HIDDEN_BTD)
+        ToNext(Block(), index=0, returns_tuple=False)(HIDDEN_BTD)
 
     assert boundary.value.hidden_BTD is HIDDEN_BTD
 
@@ -108,7 +108,7 @@ def test_stage_boundary_is_not_an_ordinary_exception() -> None:
 
 @pytest.mark.parametrize("returns_tuple", [False, True], ids=["tensor", "tuple"])
 def test_passing_to_next_is_a_skip(returns_tuple: bool) -> None:
-    stand_in = ToNext(Block(), returns_tuple=returns_tuple)
+    stand_in = ToNext(Block(), index=0, returns_tuple=returns_tuple)
     stand_in.passing = True
 
     returned = stand_in(hidden_states=HIDDEN_BTD)
@@ -155,4 +155,4 @@ def test_first_tensor_prefers_positional_arguments() -> None:
 
 def test_block_called_without_a_tensor_is_refused() -> None:
     with pytest.raises(StageInputError, match=re.escape("HybridOPStrategy(blocks=...)")):
-        Skip(Block(), returns_tuple=False)(None)
+        Skip(Block(), index=0, returns_tuple=False)(None)

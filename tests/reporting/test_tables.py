@@ -25,8 +25,7 @@ def test_run_summary_shows_what_was_learnt_and_every_stage(plan: Plan) -> None:
         run_summary(
             plan=plan,
             loss=Change(before=1.5, after=0.25),
-            accuracy=Change(before=0.612, after=0.82),
-            f1=Change(before=0.5, after=0.8),
+            scores={"accuracy": Change(before=0.612, after=0.82), "F1a": Change(before=None, after=0.8)},
             samples_per_second=6.54321,
             comu_ti=(0.6, 0.7),
             peak_memory_mib=(1234.4, 900),
@@ -35,7 +34,7 @@ def test_run_summary_shows_what_was_learnt_and_every_stage(plan: Plan) -> None:
     for expected in (
         ["training loss", "1.5000", "0.2500", "-1.2500"],
         ["accuracy", "0.612", "0.820", "+0.208"],
-        ["macro F1", "0.500", "0.800", "+0.300"],
+        ["F1a", "–", "0.800", "–"],
         ["samples / s", "6.54"],
         ["0", "zo", "0-1", "60.0%", "1,234"],
         ["1", "bp", "2", "70.0%", "900"],
@@ -48,7 +47,7 @@ def test_what_was_not_measured_is_a_dash_or_left_out(plan: Plan) -> None:
     shown = rows(run_summary(plan=plan, loss=Change(before=None, after=0.25)))
     assert ["training loss", "–", "0.2500", "–"] in shown
     assert ["0", "zo", "0-1", "–", "–"] in shown
-    assert not any("accuracy" in row or "macro F1" in row or "all stages" in row for row in shown)
+    assert not any("accuracy" in row or "F1a" in row or "all stages" in row for row in shown)
 
 
 def test_values_that_do_not_match_the_stages_are_refused(plan: Plan) -> None:

@@ -1,0 +1,65 @@
+"""Checkpoints of plain containers, in files that appear whole or not at all."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import LightningDataModule, LightningModule
+from omegaconf import OmegaConf
+from typing_extensions import override
+
+_HYPER_PARAMETERS = (
+    LightningModule.CHECKPOINT_HYPER_PARAMS_KEY,
+    LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY,
+)
+
+
+def with_plain_hyper_parameters(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint whose hyperparameters hold dicts and lists in the place of OmegaConf's containers.
+
+    Those are objects of their own, which loading under `weights_only` refuses.
+    """
+    plain = {key: _plain(checkpoint[key]) for key in _HYPER_PARAMETERS if key in checkpoint}
+    # The class that they were, which Lightning would make of them again.
+    kept = {
+        key: value for key, value in checkpoint.items() if key != LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE
+    }
+    return {**kept, **plain}
+
+
+def _plain(value: Any) -> Any:
+    if OmegaConf.is_config(value):
+        return OmegaConf.to_container(value, resolve=True)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+class WholeCheckpointIO(TorchCheckpointIO):
+    """Lightning's own reading and writing, except that a local file is written beside its place and moved there whole.
+
+    A process that is killed while it saves leaves the earlier checkpoint of that name as it was.
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
+        if not _is_local_file_protocol(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        target = Path(str(path).removeprefix("file://"))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.partial")
+        try:
+            with partial.open("wb") as file:
+                torch.save(checkpoint, file)
+                # Before the move is: else a power cut could leave an empty file under the old name.
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(target)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise

@@ -1,0 +1,154 @@
+"""Carries over to every rank what a step leaves in its module's plain attributes on the last stage.
+
+`self.outputs.append(...)` in validation_step, read in on_validation_epoch_end, is how Lightning's users collect; the
+step ends on the last stage alone, the hook runs on all ranks.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+_MISSING = object()
+
+
+class AttributeWatch:
+    """Finds out which numbers, strings, tensors, lists, dicts and sets a module holds in another state than before.
+
+    Attributes whose name begins with an underscore are the module's and Lightning's own and are left out, as are
+    objects of other types.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._before = {name: _snapshot(value) for name, value in _plain_attributes(module).items()}
+
+    def changes(self) -> dict[str, Any]:
+        """Return what makes the module of another rank the same, for `apply_changes`; empty if nothing changed.
+
+        Of lists that only grew, alone or inside other lists and dicts, just the new items are in it.
+        """
+        found = {}
+        for name, value in _plain_attributes(self._module).items():
+            change = _change(self._before.get(name, _MISSING), value)
+            if change is not None:
+                found[name] = move_data_to_device(change, "cpu")
+        return found
+
+
+def apply_changes(module: LightningModule, changes: Mapping[str, Any]) -> None:
+    """Put `changes` into a module that is in the state from before them, but for lists that the step went on filling."""
+    for name, change in changes.items():
+        module.__dict__[name] = _changed(module.__dict__.get(name), change)
+
+
+@contextmanager
+def attributes_kept(module: LightningModule) -> Iterator[None]:
+    """Undo behind the block what it did to the module's plain attributes, and to the lists and dicts in them."""
+    kept = {name: _kept(value) for name, value in _plain_attributes(module).items()}
+    try:
+        yield
+    finally:
+        for name in _plain_attributes(module).keys() - kept.keys():
+            del module.__dict__[name]
+        for name, value in kept.items():
+            module.__dict__[name] = _restored(value)
+
+
+def _kept(value: Any) -> tuple[Any, Any]:
+    """Return a value with a copy of what is in it."""
+    if isinstance(value, Tensor):
+        return value, value.detach().clone()
+    if isinstance(value, list):
+        return value, [_kept(item) if isinstance(item, (list, dict)) else (item, None) for item in value]
+    if isinstance(value, dict):
+        return value, {key: _kept(item) for key, item in value.items()}
+    return value, set(value) if isinstance(value, set) else None
+
+
+def _restored(kept: tuple[Any, Any]) -> Any:
+    value, inside = kept
+    if inside is None:
+        return value
+    if isinstance(value, Tensor):
+        if not torch.equal(value, inside):
+            with torch.no_grad():
+                value.copy_(inside)
+    elif isinstance(value, list):
+        value[:] = [_restored(item) for item in inside]
+    elif isinstance(value, dict):
+        value.clear()
+        value.update({key: _restored(item) for key, item in inside.items()})
+    else:
+        value.clear()
+        value.update(inside)
+    return value
+
+
+def _plain_attributes(module: LightningModule) -> dict[str, Any]:
+    # log and print are replaced during a step.
+    plain = (bool, int, float, str, Tensor, list, tuple, dict, set, type(None))
+    return {
+        name: value
+        for name, value in module.__dict__.items()
+        if not name.startswith("_") and isinstance(value, plain) and name != "training"
+    }
+
+
+def _snapshot(value: Any) -> Any:
+    """Return enough of a value to tell later whether it changed."""
+    if isinstance(value, Tensor):
+        # Tensors of inference mode do not count their changes.
+        return id(value), value.clone() if value.is_inference() else value._version
+    if isinstance(value, list):
+        inner = {i: _snapshot(item) for i, item in enumerate(value) if isinstance(item, (list, dict))}
+        return id(value), len(value), inner
+    if isinstance(value, dict):
+        return id(value), {key: _snapshot(item) for key, item in value.items()}
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    return id(value), len(value) if isinstance(value, set) else None
+
+
+def _change(before: Any, value: Any) -> tuple[str, Any] | None:
+    """Return how a value differs from its snapshot, as a kind and what that kind needs."""
+    now = _snapshot(value)
+    if before is _MISSING or type(before) is not type(now):
+        return "value", value
+    if isinstance(value, Tensor) and value.is_inference():
+        same = before[0] == now[0] and before[1].equal(now[1])
+        return None if same else ("value", value)
+    if isinstance(value, list) and len(before) == 3 and before[0] == now[0] and len(value) >= before[1]:
+        inner = {i: _change(before[2].get(i, _MISSING), value[i]) for i in now[2] if i < before[1]}
+        inner = {i: change for i, change in inner.items() if change is not None}
+        new = value[before[1] :]
+        return ("grown", (before[1], new, inner)) if new or inner else None
+    if isinstance(value, dict) and isinstance(before[1], dict) and before[0] == now[0]:
+        inner = {key: _change(before[1].get(key, _MISSING), item) for key, item in value.items()}
+        inner = {key: change for key, change in inner.items() if change is not None}
+        gone = [key for key in before[1] if key not in value]
+        return ("keys", (gone, inner)) if gone or inner else None
+    return None if before == now else ("value", value)
+
+
+def _changed(value: Any, change: tuple[str, Any]) -> Any:
+    kind, what = change
+    if kind == "grown":
+        length, new, inner = what
+        del value[length:]
+        for index, part in inner.items():
+            value[index] = _changed(value[index], part)
+        value.extend(new)
+        return value
+    if kind == "keys":
+        gone, inner = what
+        for key in gone:
+            value.pop(key, None)
+        for key, part in inner.items():
+            value[key] = _changed(value.get(key), part)
+        return value
+    return what

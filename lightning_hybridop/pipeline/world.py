@@ -1,0 +1,251 @@
+"""The processes of a run as one group: meeting, telling each other who failed first, meeting again, leaving."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lightning_hybridop.pipeline.exchange import gather_json
+from lightning_hybridop.pipeline.transport import TransportError
+
+SECONDS_TO_MEET = 8.0
+"""How long processes wait for each other after one of them failed."""
+
+SECONDS_TO_REPORT = 2.0
+"""How long the first one to fail waits for the others' word before it calls them lost."""
+
+
+class MeetingError(RuntimeError):
+    """The processes of a run could not meet again after a failure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The failure of one process: its rank and host, which stage it is, and its error in one sentence."""
+
+    rank: int
+    host: str
+    stage: str
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"{self.stage} (rank {self.rank}, host {self.host}) failed: {self.sentence}"
+
+
+class World:
+    """All processes of a run, over one key-value store that outlives the connections between them.
+
+    Args:
+        store: the store that the processes first met over.
+        rank: this process.
+        size: number of processes.
+        timeout: how long collectives wait once all have met again.
+    """
+
+    def __init__(self, store: dist.Store, *, rank: int, size: int, timeout: timedelta) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+        self._meetings = 0
+
+    def tell(self, error: BaseException, *, stage: str) -> None:
+        """Tell all processes of an error of this one's, and note in it which process of the run failed first.
+
+        Of the errors since the processes last met the first one counts. `stage` says what this process is.
+        """
+        if first_failure(error) is not None:
+            return
+        text = (str(error).splitlines() or [""])[0]
+        kind = type(error).__name__
+        own = Failure(
+            rank=self._rank,
+            host=socket.gethostname(),
+            stage=stage,
+            sentence=f"{kind}: {text}" if text else kind,
+        )
+        first = self._first(own)
+        lost = self._silent() if first == own and lost_connection(error) else []
+        _mark(error, first=first, rank=self._rank, silent=lost)
+
+    def meet_after(self, error: BaseException, *, stage: str, step: int) -> None:
+        """Connect all processes anew after `error`, which may be another one on each. Collective.
+
+        Raises:
+            MeetingError: a process is gone, or the processes are not all at this step.
+        """
+        self.tell(error, stage=stage)
+        part(error)
+        try:
+            self.meet_again(SECONDS_TO_MEET)
+            steps = gather_json(step)
+            if any(other != steps[0] for other in steps):
+                raise MeetingError(
+                    f"The processes had taken {', '.join(map(str, steps))} steps when one of them failed, so their stages "
+                    "do not fit together; go on from the last checkpoint."
+                )
+        except MeetingError as failed:
+            first = first_failure(error)
+            assert first is not None
+            _mark(failed, first=first, rank=self._rank, silent=[])
+            raise
+
+    def meet_again(self, patience: float) -> None:
+        """Connect all processes anew, having cut what is left of the earlier connections. Collective.
+
+        `patience` is how many seconds to wait for the others.
+
+        Raises:
+            MeetingError: another process did not come.
+        """
+        leave()
+        self._meetings += 1
+        key = f"present/{self._meetings}"
+        try:
+            self._store.set(f"{key}/{self._rank}", "")
+            everyone = [f"{key}/{rank}" for rank in range(self._size)]
+            self._store.wait(everyone, timedelta(seconds=patience))
+            connections = dist.PrefixStore(f"connections/{self._meetings}", self._store)
+            dist.init_process_group(
+                "gloo", store=connections, rank=self._rank, world_size=self._size, timeout=self._timeout
+            )
+        except RuntimeError as error:
+            raise MeetingError(
+                f"Not all {self._size} processes met again within {patience:g} s of a failure, so what they hold cannot "
+                "be put together; go on from the last checkpoint."
+            ) from error
+
+    def _first(self, own: Failure) -> Failure:
+        """Report this process's failure and return the one that came first, which may be this one."""
+        prefix = f"failed/{self._meetings}"
+        try:
+            self._store.set(f"{prefix}/{self._rank}", "")
+            first = self._store.compare_set(f"{prefix}/first", "", json.dumps(asdict(own)))
+        except RuntimeError:
+            # The store dies with the process that holds it: rank 0, unless torchrun keeps it. The next one speaks.
+            gone = Failure(rank=0, host="unknown", stage="The process", sentence="it is gone")
+            return own if self._rank == 1 else gone
+        return Failure(**json.loads(first))
+
+    def _silent(self) -> list[int]:
+        """Return the ranks that report no failure within a moment of another's: they were killed or are unreachable."""
+        waiting = [rank for rank in range(self._size) if rank != self._rank]
+        deadline = time.monotonic() + SECONDS_TO_REPORT
+        try:
+            while waiting and time.monotonic() < deadline:
+                waiting = [
+                    rank for rank in waiting if not self._store.check([f"failed/{self._meetings}/{rank}"])
+                ]
+                time.sleep(0.05)
+        except RuntimeError:
+            return [0]
+        return waiting
+
+
+_entered: dict[tuple[str | None, ...], World] = {}
+
+
+def enter(connect: Callable[[], None], timeout: timedelta) -> World:
+    """Return the world of this process, connected: by `connect` at first, after a failure over the same store."""
+    address = tuple(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+    world = _entered.get(address)
+    if world is None or dist.is_initialized():
+        connect()
+        address = tuple(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if world is None:
+        # A private name of torch, for want of a public one.
+        store = dist.PrefixStore("hybridop", dist.distributed_c10d._get_default_store())
+        world = World(store, rank=dist.get_rank(), size=dist.get_world_size(), timeout=timeout)
+        _entered[address] = world
+    elif not dist.is_initialized():
+        world.meet_again(timeout.total_seconds())
+    return world
+
+
+def leave() -> None:
+    """Leave the process group; processes that wait for this one see their connections close at once."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def part(error: BaseException) -> None:
+    """Leave the process group because of `error`.
+
+    The pending messages that its traceback holds on to would keep connections open, so frames of torch.distributed
+    are emptied; a debugger still sees the user's.
+    """
+    for link in _chain(error):
+        for frame, _ in traceback.walk_tb(link.__traceback__):
+            if frame.f_globals.get("__name__", "").startswith("torch.distributed"):
+                try:
+                    frame.clear()
+                except RuntimeError:  # still running, further up
+                    continue
+    leave()
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        following = following.__cause__ or following.__context__
+
+
+def lost_connection(error: BaseException) -> bool:
+    """Tell whether an error is about a process that could not be reached, whose own error is then the one to look at."""
+    return isinstance(error, (TransportError, dist.DistError)) or "gloo" in str(error)
+
+
+def first_failure(error: BaseException) -> Failure | None:
+    """Return the failure that led to `error`, as `World.tell` noted it; None for errors of runs without peers."""
+    found = getattr(error, "_hybridop_first_failure", None)
+    return found if isinstance(found, Failure) else None
+
+
+def _mark(error: BaseException, *, first: Failure, rank: int, silent: list[int]) -> None:
+    """Note in `error`, for whoever prints or catches it, which process of the run failed first."""
+    error.__dict__["_hybridop_first_failure"] = first
+    if first.rank == rank:
+        error.add_note(f"This was {first.stage}, rank {first.rank} on host {first.host}.")
+    else:
+        error.add_note(f"{first}")
+    for lost in silent:
+        error.add_note(f"Rank {lost} ended without a word: it was killed, or its host is out of reach.")
+
+
+def speak_once(rank: int, host: str, *, speaks_for_host: bool) -> None:
+    """Let the interpreter print an uncaught error only in the process where the run failed first.
+
+    On other hosts the process that `speaks_for_host` prints one line about it.
+    """
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: object) -> None:
+        first = first_failure(error)
+        if first is None or first.rank == rank:
+            previous(kind, error, trace)  # type: ignore[arg-type]  # a traceback, whose type typeshed calls otherwise
+        elif first.host != host and speaks_for_host:
+            print(first, file=sys.stderr)
+
+    sys.excepthook = hook
+
+
+def end_processes(processes: Sequence[subprocess.Popen[bytes]], *, patience: float) -> None:
+    """Wait for processes to end by themselves, `patience` seconds for all together, then kill those that have not."""
+    deadline = time.monotonic() + patience
+    for process in processes:
+        try:
+            process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

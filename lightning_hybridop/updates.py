@@ -1,0 +1,166 @@
+"""From a mini-batch's gradients to the optimizer's step: what a pipeline does there in Lightning's place."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+from lightning.fabric.utilities.types import Steppable
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hybridop.assembly import Assembly, gather_in_order
+from lightning_hybridop.module import HybridOPMixin
+from lightning_hybridop.pipeline.exchange import gather_numbers
+from lightning_hybridop.pipeline.gradients import (
+    clip_to_norm,
+    clip_to_value,
+    gradients_of_all_stages,
+    scaled_learning_rates,
+    square_of_norm,
+)
+from lightning_hybridop.planning.plan import Role
+
+
+class Updates:
+    """Stands in the place of some methods of the precision plugin, through which Lightning updates parameters.
+
+    Lightning zeroes gradients between the training step and backward, so those of the mini-batch wait in `stash`.
+
+    Args:
+        trainer: whose run this is.
+        assembly: this process's part of the pipeline.
+        rank_of_stage: the rank of each stage.
+        hooks: the module's own decisions, None if it makes none.
+        zo_lr_scale: factor on the learning rate of zo stages.
+        whole_model: a context in which the module has all its blocks.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        *,
+        assembly: Assembly,
+        rank_of_stage: list[int],
+        hooks: HybridOPMixin | None,
+        zo_lr_scale: float,
+        whole_model: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.stash: Mapping[str, Tensor] = {}
+        self._trainer = trainer
+        self._engine = assembly.engine
+        self._owned = assembly.owned
+        self._stages = assembly.engine.plan.stages
+        self._role = self._stages[assembly.engine.stage].role
+        self._rank_of_stage = rank_of_stage
+        self._hooks = hooks
+        self._zo_lr_scale = zo_lr_scale
+        self._whole_model = whole_model
+        self._plugin: Precision = trainer.precision_plugin
+        self._methods: dict[str, Callable[..., Any]] = {
+            "backward": self._install,
+            "post_backward": self._after_backward,
+            "clip_gradients": self._clip_by_role,
+            "_after_closure": self._after_closure,
+        }
+        self._until_step_ends = ExitStack()
+        self._gradients_are_watched = any(gather_in_order(_watches_gradients(trainer), rank_of_stage))
+
+    def attach(self) -> None:
+        """Take the plugin's methods over."""
+        for name, replacement in self._methods.items():
+            setattr(self._plugin, name, replacement)
+
+    def detach(self) -> None:
+        """Give the plugin its methods back."""
+        for name in self._methods:
+            self._plugin.__dict__.pop(name, None)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Inside the block the optimizer steps, by learning rates that are this role's from the closure's end on."""
+        with ExitStack() as self._until_step_ends:
+            yield
+
+    def _install(self, *_: Any, **__: Any) -> None:
+        """Install the stashed gradients: the pipeline has back-propagated already."""
+        share = 1.0 / self._trainer.accumulate_grad_batches
+        for name, gradient in self.stash.items():
+            parameter = self._engine.parameters[name]
+            installed = gradient * share
+            parameter.grad = installed if parameter.grad is None else parameter.grad + installed
+        self.stash = {}
+
+    def _after_backward(self, closure_loss: Tensor, module: LightningModule) -> Tensor:
+        """Run the hooks behind backward, which may look at gradients."""
+        with self._watched_gradients():
+            return type(self._plugin).post_backward(self._plugin, closure_loss, module)
+
+    def _after_closure(self, model: LightningModule, optimizer: Steppable) -> None:
+        """Run the hooks between backward and step, then scale the learning rates for the step alone."""
+        with self._watched_gradients():
+            type(self._plugin)._after_closure(self._plugin, model, optimizer)
+        assert isinstance(optimizer, Optimizer)
+        scaled = scaled_learning_rates(optimizer, self._learning_rate_scale())
+        self._until_step_ends.enter_context(scaled)
+
+    @contextmanager
+    def _watched_gradients(self) -> Iterator[None]:
+        if not self._gradients_are_watched:
+            yield
+            return
+        shared = gradients_of_all_stages(self._owned, self._engine.stage, self._rank_of_stage)
+        with self._whole_model(), shared:
+            yield
+
+    def _learning_rate_scale(self) -> float:
+        chosen = self._hooks.learning_rate_scale(self._role) if self._hooks else None
+        if chosen is not None:
+            return chosen
+        return self._zo_lr_scale if self._role == "zo" else 1.0
+
+    def _clip_by_role(
+        self,
+        optimizer: Optimizer,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip by value, or by the norm over all stages of this rank's role: estimates are far longer than gradients."""
+        chosen = {stage.role: self._clipping_value(stage.role) for stage in self._stages}
+        limits = {role: float(clip_val if own is None else own) for role, own in chosen.items()}
+        if not any(limit > 0.0 for limit in limits.values()):
+            return
+        limit = limits[self._role]
+        owned = {id(parameter) for parameter in self._owned[self._engine.stage].values()}
+        gradients = [
+            parameter.grad
+            for parameter in self._plugin.main_params(optimizer)
+            if parameter.grad is not None and id(parameter) in owned
+        ]
+        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            if limit > 0.0:
+                clip_to_value(gradients, limit=limit)
+            return
+        squares = gather_numbers([square_of_norm(gradients)], self._rank_of_stage)
+        same_role = [
+            square for (square,), stage in zip(squares, self._stages, strict=True) if stage.role == self._role
+        ]
+        if limit > 0.0:
+            clip_to_norm(gradients, limit=limit, norm=math.fsum(same_role) ** 0.5)
+
+    def _clipping_value(self, role: Role) -> float | None:
+        return self._hooks.gradient_clip_val(role) if self._hooks else None
+
+
+def _watches_gradients(trainer: Trainer) -> bool:
+    """Tell whether code of the user's looks at gradients, so that it has to see those of the whole model."""
+    module = trainer.lightning_module
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    hooks = ("on_after_backward", "on_before_optimizer_step")
+    return is_overridden("configure_gradient_clipping", module) or any(
+        is_overridden(hook, watcher) for hook in hooks for watcher in (module, *callbacks)
+    )

@@ -1,0 +1,96 @@
+"""A checkpoint file is the old one or the new one, whatever happens while it is written."""
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from lightning_hybridop.checkpoints import WholeCheckpointIO, with_plain_hyper_parameters
+
+
+def test_what_is_saved_is_loaded_and_nothing_else_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "last.ckpt"
+
+    WholeCheckpointIO().save_checkpoint({"weight": torch.ones(3)}, path)
+    WholeCheckpointIO().save_checkpoint({"weight": torch.zeros(3)}, path)
+
+    assert WholeCheckpointIO().load_checkpoint(path, weights_only=True)["weight"].equal(torch.zeros(3))
+    assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"]
+
+
+def _die_while_saving(path: Path) -> None:
+    save = torch.save
+
+    def half(checkpoint: Any, file: Any) -> None:
+        save(checkpoint, file)
+        file.truncate(file.tell() // 2)
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.save = half
+    WholeCheckpointIO().save_checkpoint({"weight": torch.zeros(1000)}, path)
+
+
+def test_a_kill_during_saving_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    WholeCheckpointIO().save_checkpoint({"weight": torch.ones(3)}, path)
+
+    saving = multiprocessing.get_context("spawn").Process(target=_die_while_saving, args=(path,))
+    saving.start()
+    saving.join(60)
+
+    assert saving.exitcode == -signal.SIGKILL
+    assert WholeCheckpointIO().load_checkpoint(path, weights_only=True)["weight"].equal(torch.ones(3))
+    # The next one of that name takes the half-written one's place.
+    WholeCheckpointIO().save_checkpoint({"weight": torch.zeros(3)}, path)
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "last.ckpt"
+    WholeCheckpointIO().save_checkpoint({"weight": torch.ones(3)}, path)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        WholeCheckpointIO().save_checkpoint({"weight": torch.zeros(3)}, path)
+
+    monkeypatch.undo()
+    assert WholeCheckpointIO().load_checkpoint(path, weights_only=True)["weight"].equal(torch.ones(3))
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_a_destination_that_is_no_local_file_is_left_to_lightning() -> None:
+    fsspec = pytest.importorskip("fsspec")
+
+    WholeCheckpointIO().save_checkpoint({"step": 3}, "memory://run/last.ckpt")
+
+    assert fsspec.filesystem("memory").exists("/run/last.ckpt")
+
+
+def test_containers_of_omegaconf_are_saved_as_plain_ones(tmp_path: Path) -> None:
+    container = OmegaConf.create({"rank": 8, "targets": ["q", "v"], "alpha": "${rank}"})
+    checkpoint = {
+        "state_dict": {"weight": torch.ones(3)},
+        "hyper_parameters": {"lora": container, "list": [container], "rate": 0.1},
+        "datamodule_hyper_parameters": container,
+        "hparams_type": type(container),
+    }
+
+    WholeCheckpointIO().save_checkpoint(with_plain_hyper_parameters(checkpoint), tmp_path / "last.ckpt")
+
+    loaded = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    plain = {"rank": 8, "targets": ["q", "v"], "alpha": 8}
+    assert loaded["hyper_parameters"] == {"lora": plain, "list": [plain], "rate": 0.1}
+    assert loaded["datamodule_hyper_parameters"] == plain
+    assert "hparams_type" not in loaded
+    assert checkpoint["hyper_parameters"]["lora"] is container
