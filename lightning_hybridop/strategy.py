@@ -253,12 +253,6 @@ class HybridOPStrategy(ParallelStrategy):
 
     @property
     @override
-    def global_rank(self) -> int:
-        """This process's rank; one that is alone need not ask its environment."""
-        return 0 if self.world_size == 1 else super().global_rank
-
-    @property
-    @override
     def root_device(self) -> torch.device:
         """The device of Lightning's own collectives: one that Gloo can broadcast from."""
         return torch.device("cpu") if self.pipelined else self.compute_device

@@ -35,7 +35,7 @@ from lightning_hybridop import HybridOPStrategy
 # What starts the tests may have told its children to ignore it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-WHERE, RANK = sys.argv[1], int(sys.argv[2])
+WHERE, RANK, STAGES = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 FOLDER = Path(__file__).parent
 
 
@@ -103,7 +103,7 @@ if __name__ == "__main__":
         save_on_exception=WHERE.startswith("saved"),
     )
     trainer = lightning.Trainer(
-        strategy=HybridOPStrategy(stages=3, zo_stages=1, timeout=60), accelerator="cpu",
+        strategy=HybridOPStrategy(stages=STAGES, zo_stages=1, timeout=60), accelerator="cpu",
         max_epochs=1000 if WHERE == "interrupted" else 2, callbacks=[checkpoints, Fragile()], logger=False,
         enable_progress_bar=False, enable_model_summary=False,
     )
@@ -111,13 +111,13 @@ if __name__ == "__main__":
 """
 
 
-def run(folder: Path, where: str, rank: int) -> subprocess.Popen[str]:
-    """Start a script that fails at a place on a rank; what it says on stderr goes to a file."""
+def run(folder: Path, where: str, rank: int, *, stages: int) -> subprocess.Popen[str]:
+    """Start a script of several stages that fails at a place on a rank; what it says on stderr goes to a file."""
     path = folder / "train.py"
     path.write_text(SCRIPT, encoding="utf-8")
     with (folder / "stderr").open("w") as stderr:
         return subprocess.Popen(
-            [sys.executable, str(path), where, str(rank)],
+            [sys.executable, str(path), where, str(rank), str(stages)],
             env=script_environment(),
             stdout=subprocess.DEVNULL,
             stderr=stderr,
@@ -154,19 +154,19 @@ def assert_last_checkpoint_loads(folder: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "rank", "step"),
+    ("where", "rank", "stages", "step"),
     [
-        ("training_step", 0, 3),
-        ("training_step", 1, 3),
-        ("training_step", 2, 3),
-        ("validation_step", 2, 4),
-        ("on_save_checkpoint", 0, 2),
+        ("training_step", 0, 3, 3),
+        ("training_step", 1, 3, 3),
+        ("training_step", 2, 3, 3),
+        ("validation_step", 1, 2, 4),
+        ("on_save_checkpoint", 0, 2, 2),
     ],
 )
 def test_an_exception_on_one_rank_is_said_once_and_ends_all(
-    tmp_path: Path, where: str, rank: int, step: int
+    tmp_path: Path, where: str, rank: int, stages: int, step: int
 ) -> None:
-    process = run(tmp_path, where, rank)
+    process = run(tmp_path, where, rank, stages=stages)
     said = ended(tmp_path, process)
     assert said.count("ArithmeticError: this is the cause") == 1, said
     assert said.count("Traceback") == 1, said
@@ -177,7 +177,7 @@ def test_an_exception_on_one_rank_is_said_once_and_ends_all(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_named_and_ends_all(tmp_path: Path, rank: int) -> None:
-    process = run(tmp_path, "killed", rank)
+    process = run(tmp_path, "killed", rank, stages=2)
     said = ended(tmp_path, process)
     assert (
         said.count(f"Rank {rank} ended without a word: it was killed, or its host is out of reach.") == 1
@@ -188,7 +188,7 @@ def test_a_killed_rank_is_named_and_ends_all(tmp_path: Path, rank: int) -> None:
 
 @pytest.mark.parametrize("everybody", [True, False], ids=["terminal", "parent alone"])
 def test_an_interrupt_ends_all(tmp_path: Path, everybody: bool) -> None:
-    process = run(tmp_path, "interrupted", 0)
+    process = run(tmp_path, "interrupted", 0, stages=2)
     while not (tmp_path / "ready").exists() and process.poll() is None:
         time.sleep(0.05)
     since = time.time()
