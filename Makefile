@@ -14,11 +14,12 @@ unexport PYTHONDONTWRITEBYTECODE
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
-.PHONY: help quickstart install test lint types format clean
+.PHONY: help quickstart install test slow lint types format clean
 
 help:
 	@echo 'make quickstart   install into $(VENV) and fine-tune SmolLM2 in four local processes (about five minutes)'
-	@echo 'make test         install what the tests need as well and run them'
+	@echo 'make test         install what the tests need as well and run those that are quick'
+	@echo 'make slow         run the slow ones: many processes, whole scripts, a real model'
 	@echo 'make lint         check style'
 	@echo 'make types        check types'
 	@echo 'make format       rewrite the code in its style'
@@ -33,7 +34,10 @@ quickstart: $(VENV)/demo
 install: $(VENV)/demo
 
 test: $(VENV)/test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow'
+
+slow: $(VENV)/test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/test
 	$(BIN)/ruff check .

@@ -57,7 +57,7 @@ def collate(rows, tokenizer, labels):
 
 
 def main():
-    """Read the texts, train, and print what the held-out ones say."""
+    """Read the texts, train, and measure the held-out ones."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -83,7 +83,9 @@ def main():
         accelerator="cpu",
         strategy=HybridOPStrategy(stages=2, zo_stages=1),
     )
-    trainer.fit(Classifier(options.model, len(labels), tokenizer.pad_token_id), training, held_out)
+    module = Classifier(options.model, len(labels), tokenizer.pad_token_id)
+    trainer.fit(module, training, held_out)
+    trainer.validate(module, held_out)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 
 from lightning_hybridop.pipeline.ownership import synchronise
 from lightning_hybridop.pipeline.stand_ins import StandIn
+from lightning_hybridop.trainers import callbacks_of
 
 
 def cut_averages(
@@ -58,7 +59,7 @@ def complete_averages(checkpoint: dict[str, Any], module: nn.Module, trainer: Tr
     if "averaging_state" in checkpoint:
         checkpoint["current_model_state"] = _filled(complete, checkpoint["current_model_state"])
         checkpoint["state_dict"] = {**complete, **checkpoint["state_dict"]}
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+    for callback in callbacks_of(trainer):
         state = checkpoint.get("callbacks", {}).get(callback.state_key)
         if (
             isinstance(callback, StochasticWeightAveraging)
@@ -74,9 +75,8 @@ def _filled(complete: Mapping[str, Tensor], partial: Mapping[str, Tensor]) -> di
 
 def _averages(trainer: Trainer) -> list[tuple[nn.Module, nn.Module]]:
     """Return what callbacks ask for the state of an average, and the copy of the LightningModule inside it."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     found: list[tuple[nn.Module, nn.Module]] = []
-    for callback in callbacks:
+    for callback in callbacks_of(trainer):
         if isinstance(callback, WeightAveraging) and callback._average_model is not None:
             found.append((callback._average_model, callback._average_model.module))
         elif isinstance(callback, StochasticWeightAveraging) and callback._average_model is not None:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
+
+from lightning_hybridop.trainers import callbacks_of
 
 _REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {"min": min, "max": max, "sum": sum}
 _LOG = inspect.signature(LightningModule.log)
@@ -202,8 +204,7 @@ def _shared_compute(
 
 def outputs_are_read(module: LightningModule, hook: str) -> bool:
     """Return whether the module or a callback may read a step's outputs: has a `hook` that is not Lightning's own."""
-    callbacks: Sequence[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    hooks = [getattr(listener, hook, None) for listener in (module, *callbacks)]
+    hooks = [getattr(listener, hook, None) for listener in (module, *callbacks_of(module.trainer))]
     return any(
         not (getattr(function, "__module__", None) or "").startswith(_DO_NOT_READ_OUTPUTS)
         for function in hooks

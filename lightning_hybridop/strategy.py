@@ -89,7 +89,7 @@ from lightning_hybridop.replay import LogRecorder, outputs_are_read, replay, sha
 from lightning_hybridop.sampling import seed_samplers
 from lightning_hybridop.schedules.forward_only import forward_only
 from lightning_hybridop.schedules.timeline import TimedAction, Timeline
-from lightning_hybridop.summary import held_by_stage, show_whole_model, stage_table
+from lightning_hybridop.summary import held_by_stage, held_table, show_whole_model
 from lightning_hybridop.updates import Updates
 from lightning_hybridop.writers import restore_writers, silence_writers
 
@@ -509,7 +509,7 @@ class HybridOPStrategy(ParallelStrategy):
             "device": str(self.compute_device),
             "dtype": dtype,
         }
-        table = stage_table(self.plan, gather_in_order(held, self._rank_of_stage))
+        table = held_table(self.plan, gather_in_order(held, self._rank_of_stage))
         show_whole_model(trainer, whole_model=self.whole_model, table=table)
 
     def _setup_one_optimizer(self, trainer: Trainer) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 from io import StringIO
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich import box
@@ -14,7 +14,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from torch import nn
 
-from lightning_hybridop.planning.plan import Plan, Stage
+from lightning_hybridop.planning.plan import Plan
+from lightning_hybridop.trainers import callbacks_of
 
 BYTES_PER_MIB = 2**20
 
@@ -34,7 +35,7 @@ def held_by_stage(module: nn.Module, owned: Mapping[str, nn.Parameter]) -> dict[
     }
 
 
-def stage_table(plan: Plan, held: Sequence[Mapping[str, Any]]) -> Table:
+def held_table(plan: Plan, held: Sequence[Mapping[str, Any]]) -> Table:
     """Return one row per stage: role, device, dtype, blocks, parameters held and trained, and their size.
 
     `held` has one mapping per stage with `device`, `dtype`, `parameters`, `trainable` and `mib` (size of the
@@ -62,18 +63,12 @@ def stage_table(plan: Plan, held: Sequence[Mapping[str, Any]]) -> Table:
             stage.role,
             its["device"],
             its["dtype"],
-            _blocks(stage),
+            stage.block_range,
             f"{its['parameters']:,}",
             f"{its['trainable']:,}",
             f"{its['mib']:,.2f}",
         )
     return table
-
-
-def _blocks(stage: Stage) -> str:
-    """Return a stage's blocks with both ends included, `0-7`, or `3` for a single one."""
-    last = stage.last - 1
-    return str(last) if stage.first == last else f"{stage.first}-{last}"
 
 
 def show_whole_model(
@@ -83,8 +78,7 @@ def show_whole_model(
     table: RenderableType,
 ) -> None:
     """Let the next summary of every ModelSummary callback be that of the whole model, with `table` below it."""
-    callbacks: Sequence[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    for callback in callbacks:
+    for callback in callbacks_of(trainer):
         if isinstance(callback, ModelSummary):
             callback.__dict__["on_fit_start"] = partial(_summarise, callback, whole_model, table)
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from lightning.fabric.utilities.types import Steppable
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -24,6 +24,7 @@ from lightning_hybridop.pipeline.gradients import (
     square_of_norm,
 )
 from lightning_hybridop.planning.plan import Role
+from lightning_hybridop.trainers import callbacks_of
 
 
 class Updates:
@@ -159,8 +160,7 @@ class Updates:
 def _watches_gradients(trainer: Trainer) -> bool:
     """Tell whether code of the user's looks at gradients, so that it has to see those of the whole model."""
     module = trainer.lightning_module
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     hooks = ("on_after_backward", "on_before_optimizer_step")
     return is_overridden("configure_gradient_clipping", module) or any(
-        is_overridden(hook, watcher) for hook in hooks for watcher in (module, *callbacks)
+        is_overridden(hook, watcher) for hook in hooks for watcher in (module, *callbacks_of(trainer))
     )

@@ -1,10 +1,11 @@
 """Lets prediction writers write once: every rank has all predictions, rank 0 writes them."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
+
+from lightning_hybridop.trainers import callbacks_of
 
 _WRITES = ("write_on_batch_end", "write_on_epoch_end")
 
@@ -28,5 +29,4 @@ def _write_nothing(*_: Any, **__: Any) -> None:
 
 
 def _writers(trainer: Trainer) -> list[BasePredictionWriter]:
-    callbacks: Sequence[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    return [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
+    return [callback for callback in callbacks_of(trainer) if isinstance(callback, BasePredictionWriter)]

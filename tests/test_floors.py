@@ -18,6 +18,7 @@ FLOORS = (
     ("devices",),
     ("estimation",),
     ("pipeline",),
+    ("trainers",),
     (
         "mirror",
         "module",

@@ -49,6 +49,11 @@ def test_a_bad_option_is_refused_before_anything_starts(options: dict[str, Any],
     assert str(caught.value) == message
 
 
+def test_unknown_ways_of_reading_data() -> None:
+    with pytest.raises(ValueError, match="data is 'rank 0', expected 'same' or 'broadcast'"):
+        HybridOPStrategy(data="rank 0")  # type: ignore[arg-type]
+
+
 def test_unknown_directions() -> None:
     with pytest.raises(ValueError, match="directions is 'row', expected 'microbatch' or 'minibatch'"):
         HybridOPStrategy(directions="row")  # type: ignore[arg-type]

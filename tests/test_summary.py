@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import nn
 
 from lightning_hybridop.planning.plan import Plan, Stage
-from lightning_hybridop.summary import held_by_stage, show_whole_model, stage_table
+from lightning_hybridop.summary import held_by_stage, held_table, show_whole_model
 from tests.tiny import TinyModule, loader
 
 
@@ -97,7 +97,7 @@ HELD = [
 def test_every_stage_has_a_row_and_all_of_them_a_sum() -> None:
     text = io.StringIO()
 
-    Console(file=text, width=80).print(stage_table(PLAN, HELD))
+    Console(file=text, width=80).print(held_table(PLAN, HELD))
 
     rows = [line.split() for line in text.getvalue().splitlines()]
     assert ["stage", "role", "device", "dtype", "blocks", "parameters", "trainable", "MiB"] in rows
@@ -110,4 +110,4 @@ def test_a_stage_without_figures_is_refused() -> None:
     with pytest.raises(
         ValueError, match="held has 1 entries, expected 2: pass one for each stage of the plan"
     ):
-        stage_table(PLAN, HELD[:1])
+        held_table(PLAN, HELD[:1])

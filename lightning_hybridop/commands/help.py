@@ -21,8 +21,9 @@ often used options (name=value; --show prints all):
   use_all=true                      of a cluster with devices, leave none out
   model.learning_rate=<rate>        of Adam; strategy.zo_lr_scale multiplies it on zo stages
   model.name=<hub id or folder>     another model, with model=hf
-  data.train=<file> data.test=<file>    CSV files of data=agnews
-  data.held_out_rows=<rows>         rows that accuracy and F1 are measured on
+  data.train=<file> data.test=<file>    files of data=agnews, multirc or squad
+  data.held_out_rows=<rows>         rows that scores are measured on (of data=multirc: data.held_out_questions)
+  strategy.data=broadcast           rank 0 reads the data, the others receive its mini-batches
   trainer.max_steps=<steps>         length of the run
   folder=<folder>                   where everything is written; by default outputs/<date>/<time>-<recipe>
   port=<port>                       on which the processes find each other; by default a free one
@@ -38,6 +39,8 @@ examples:
   hybridop fit recipe=quickstart plan=auto
   hybridop fit recipe=quickstart strategy.queries=4 trainer.max_steps=20
   hybridop fit recipe=agnews_smollm2 cluster.zo_role=frozen
+  hybridop fit recipe=multirc_smollm2 data.train=train.jsonl data.test=val.jsonl
+  hybridop fit recipe=squad_smollm2 data.train=train-v1.1.json
   hybridop fit recipe=quickstart cluster=local_1bp
   hybridop fit recipe=emulated_3b
   hybridop fit recipe=quickstart strategy.queries=1,4 --multirun

@@ -1,1 +1,1 @@
-"""Data for the recipes: labelled texts as prompts, in ready LightningDataModules."""
+"""Data for the recipes: texts and questions, in ready LightningDataModules."""

@@ -24,7 +24,7 @@ _SPLITS = {"train": "train", "test": "validation"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOption:
-    """A possible answer to a question about a passage; `label` is 1 if it is right, `question_number` the file's own count."""
+    """A possible answer to a question about a passage; `label` is 1 if it is right, `question_number` tells the questions of one source apart."""
 
     passage: str
     question: str
@@ -46,7 +46,7 @@ class MultiRCData(SplitData[EncodedOption]):
 
     `train` and `test` are JSONL files in SuperGLUE's form, a passage with its questions and their answers per line;
     what is not a file is taken as a data set's name on the Hugging Face hub (`aps/super_glue`), which needs the
-    package `datasets`. A row is one answer option. Rows are shuffled by `seed`; training rows whose passage also
+    package `datasets`. A row is one answer option. Training rows are shuffled by `seed`; training rows whose passage also
     stands in `test` are dropped; `train_rows` and `held_out_questions` limit how many are used (None: all), the
     held-out ones by whole questions. `tokenizer` is a tokenizer or what `load_tokenizer` takes.
 

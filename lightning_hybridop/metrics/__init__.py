@@ -1,4 +1,4 @@
-"""Scores of tasks that torchmetrics lacks, as torchmetrics objects."""
+"""Scores of MultiRC and SQuAD as torchmetrics objects, one number each."""
 
 from lightning_hybridop.metrics.multirc import AnswerF1, QuestionExactMatch
 from lightning_hybridop.metrics.squad import SpanExactMatch, SpanF1

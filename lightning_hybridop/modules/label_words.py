@@ -56,7 +56,8 @@ class LabelWordClassifier(LightningModule):
         super().__init__()
         if per_question and len(label_words) != 2:
             raise ValueError(
-                f"per_question=True judges answers with two label words, wrong and right, but there are {len(label_words)}."
+                f"per_question=True judges answers with two label words, wrong and right, but there are "
+                f"{len(label_words)}: pass two, or per_question=False."
             )
         own = {"label_words": list(label_words), "per_question": per_question}
         self.save_hyperparameters(own | hyperparameters(model, tokenizer, **options))
@@ -71,7 +72,7 @@ class LabelWordClassifier(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the mean cross-entropy over the batch's label tokens."""
         loss = answer_loss(answer_logits(self.model, batch), batch["labels"])
-        log_train_loss(self, loss, rows=len(batch["labels"]))
+        log_train_loss(self, loss, batch_size=len(batch["labels"]))
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -107,7 +108,7 @@ class LabelWordClassifier(LightningModule):
             question = (batch["question"],) if isinstance(metric, QuestionExactMatch) else ()
             metric.update(predicted, target, *question)
         loss = answer_loss(logits, batch["labels"])
-        log_scores(self, prefix, scores, losses={"loss": loss}, rows=len(target))
+        log_scores(self, prefix, scores, losses={"loss": loss}, batch_size=len(target))
 
 
 def _scores(classes: int, *, per_question: bool) -> nn.ModuleDict:

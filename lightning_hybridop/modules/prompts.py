@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 Batch = dict[str, Tensor]
-"""`input_ids`, `attention_mask` and `labels`, each int64 of shape (rows, tokens)."""
+"""Tensors of a batch by name, int64; the module that takes it says of which shapes."""
 
 IGNORED = -100
 """The label of positions that are not trained on, as in Hugging Face models."""

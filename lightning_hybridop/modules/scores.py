@@ -28,9 +28,9 @@ def update(scores: nn.ModuleDict, *arguments: object) -> None:
         metric.update(*arguments)
 
 
-def log_train_loss(module: LightningModule, loss: Tensor, *, rows: int) -> None:
-    """Log `train_loss` of a step over a batch of `rows` rows."""
-    module.log("train_loss", loss, on_step=True, on_epoch=False, prog_bar=True, batch_size=rows)
+def log_train_loss(module: LightningModule, loss: Tensor, *, batch_size: int) -> None:
+    """Log `train_loss` of a step, a mean over `batch_size` things."""
+    module.log("train_loss", loss, on_step=True, on_epoch=False, prog_bar=True, batch_size=batch_size)
 
 
 def log_scores(
@@ -39,15 +39,15 @@ def log_scores(
     scores: nn.ModuleDict,
     *,
     losses: Mapping[str, Tensor],
-    rows: int,
+    batch_size: int,
 ) -> None:
-    """Log numbers of a batch of `rows` rows and metrics, each once per epoch, as `<prefix>_<name>`."""
+    """Log losses, means over `batch_size` things, and metrics, each once per epoch, as `<prefix>_<name>`."""
     named: dict[str, Any] = {**losses, **scores}
     module.log_dict(
         {f"{prefix}_{name}": value for name, value in named.items()},
         on_step=False,
         on_epoch=True,
         prog_bar=True,
-        batch_size=rows,
+        batch_size=batch_size,
         sync_dist=True,
     )

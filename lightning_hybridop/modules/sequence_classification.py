@@ -49,7 +49,7 @@ class SequenceClassifier(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the mean cross-entropy over the batch's labelled rows."""
         loss = mean_cross_entropy(self._logits(batch), batch["labels"])
-        log_train_loss(self, loss, rows=len(batch["labels"]))
+        log_train_loss(self, loss, batch_size=len(batch["labels"]))
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -76,4 +76,4 @@ class SequenceClassifier(LightningModule):
         logits, labels = self._logits(batch), batch["labels"]
         update(scores, logits.argmax(dim=-1), labels)
         loss = mean_cross_entropy(logits, labels)
-        log_scores(self, prefix, scores, losses={"loss": loss}, rows=len(labels))
+        log_scores(self, prefix, scores, losses={"loss": loss}, batch_size=len(labels))

@@ -57,7 +57,7 @@ class SpanAnswerer(LightningModule):
     def training_step(self, batch: SpanBatch, batch_idx: int) -> Tensor:
         """Return the batch's `span_loss`."""
         loss = span_loss(*self._logits(batch), batch["start_positions"], batch["end_positions"])
-        log_train_loss(self, loss, rows=len(batch["input_ids"]))
+        log_train_loss(self, loss, batch_size=len(batch["input_ids"]))
         return loss
 
     def validation_step(self, batch: SpanBatch, batch_idx: int) -> None:
@@ -99,7 +99,7 @@ class SpanAnswerer(LightningModule):
         logits = self._logits(batch)
         update(scores, self._answers(*logits, batch), batch["answers"])
         loss = span_loss(*logits, batch["start_positions"], batch["end_positions"])
-        log_scores(self, prefix, scores, losses={"loss": loss}, rows=len(batch["input_ids"]))
+        log_scores(self, prefix, scores, losses={"loss": loss}, batch_size=len(batch["input_ids"]))
 
 
 def _scores() -> nn.ModuleDict:

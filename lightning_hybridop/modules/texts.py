@@ -60,7 +60,7 @@ class TextAnswerer(LightningModule):
     def training_step(self, batch: TextBatch, batch_idx: int) -> Tensor:
         """Return the mean cross-entropy over the tokens of the batch's answers."""
         loss = answer_loss(answer_logits(self.model, batch), batch["labels"])
-        log_train_loss(self, loss, rows=len(batch["labels"]))
+        log_train_loss(self, loss, batch_size=len(batch["labels"]))
         return loss
 
     def validation_step(self, batch: TextBatch, batch_idx: int) -> None:
@@ -97,7 +97,7 @@ class TextAnswerer(LightningModule):
         if self.hparams["generate"]:
             update(scores, self._written(batch), batch["answers"])
         labelled = int((batch["labels"] != IGNORED).sum())
-        log_scores(self, prefix, scores, losses={"loss": loss}, rows=labelled)
+        log_scores(self, prefix, scores, losses={"loss": loss}, batch_size=labelled)
 
 
 def _scores(generate: bool) -> nn.ModuleDict:

@@ -49,7 +49,7 @@ class TokenClassifier(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the mean cross-entropy over the batch's labelled tokens."""
         loss = mean_cross_entropy(self._logits(batch), batch["labels"])
-        log_train_loss(self, loss, rows=_labelled(batch))
+        log_train_loss(self, loss, batch_size=_labelled(batch))
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -76,7 +76,7 @@ class TokenClassifier(LightningModule):
         logits, labels = self._logits(batch), batch["labels"]
         update(scores, logits.argmax(dim=-1), labels)
         loss = mean_cross_entropy(logits, labels)
-        log_scores(self, prefix, scores, losses={"loss": loss}, rows=_labelled(batch))
+        log_scores(self, prefix, scores, losses={"loss": loss}, batch_size=_labelled(batch))
 
 
 def _labelled(batch: Batch) -> int:

@@ -175,7 +175,7 @@ class StageModel:
             return hidden_BTD
         raise StageInputError(
             f"The step returned without calling the model's blocks ({self.anatomy.blocks_name}); "
-            "call the model exactly once in every step."
+            "call the model in every step, and exactly once in training_step."
         )
 
     def output(self, step: Callable[[], Output], received_BTD: Tensor | None) -> Output:
@@ -203,7 +203,7 @@ class StageModel:
             self.drop_received()
             raise StageInputError(
                 f"The step ended without calling the model's blocks ({self.anatomy.blocks_name}); "
-                "call the model exactly once in every step."
+                "call the model in every step, and exactly once in training_step."
             )
 
     def _install(self, modules: dict[str, Any]) -> None:

@@ -53,6 +53,12 @@ class Stage:
         """Relative time of a forward."""
         return (self.last - self.first) / self.speed
 
+    @property
+    def block_range(self) -> str:
+        """The blocks as people count them, both ends included: `0-7`, or `3` for a single block."""
+        last = self.last - 1
+        return str(last) if self.first == last else f"{self.first}-{last}"
+
 
 MIB = 2.0**20
 

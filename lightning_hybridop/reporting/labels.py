@@ -11,15 +11,9 @@ KIND_NAMES = {
 }
 
 
-def stage_blocks(plan: Plan, stage: int) -> str:
-    """Return the blocks of a stage as people count them, both ends included: `0-7`, or `3` for a single block."""
-    first, last = plan.stages[stage].first, plan.stages[stage].last - 1
-    return str(first) if first == last else f"{first}-{last}"
-
-
 def stage_label(plan: Plan, stage: int) -> str:
     """Return the name of a stage, for example `stage 0 · zo · blocks 0-7`, with its device's name if it has one."""
-    blocks = stage_blocks(plan, stage)
+    blocks = plan.stages[stage].block_range
     noun = "blocks" if "-" in blocks else "block"
     name = plan.stages[stage].name or f"stage {stage}"
     return f"{name} · {plan.stages[stage].role} · {noun} {blocks}"

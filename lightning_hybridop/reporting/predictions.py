@@ -11,7 +11,6 @@ from rich.table import Table
 
 from lightning_hybridop.planning.cluster import BYTES_PER_GB
 from lightning_hybridop.planning.plan import Plan
-from lightning_hybridop.reporting.labels import stage_blocks
 from lightning_hybridop.reporting.panels import Panel
 from lightning_hybridop.reporting.tables import UNKNOWN
 from lightning_hybridop.simulation.compare import MethodResult
@@ -37,7 +36,7 @@ def stage_rows(plan: Plan, simulation: Simulation, *, memory: Sequence[float]) -
             "stage": index,
             "device": figures.name,
             "role": plan.stages[index].role,
-            "blocks": stage_blocks(plan, index),
+            "blocks": plan.stages[index].block_range,
             "busy_seconds": figures.busy,
             "busy_share": figures.busy / simulation.makespan if simulation.makespan else 0.0,
             "memory_gb": figures.memory / BYTES_PER_GB,

@@ -8,7 +8,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from lightning_hybridop.planning.plan import Plan
-from lightning_hybridop.reporting.labels import stage_blocks
 
 UNKNOWN = "–"
 
@@ -62,7 +61,7 @@ def run_summary(
         stages.add_row(
             str(index),
             stage.role,
-            stage_blocks(plan, index),
+            stage.block_range,
             _number(None if comu_ti is None else comu_ti[index], "{:.1%}"),
             _number(None if peak_memory_mib is None else peak_memory_mib[index], "{:,.0f}"),
         )
@@ -99,7 +98,7 @@ def plan_table(plan: Plan) -> Table:
         table.add_row(
             str(index),
             stage.role,
-            stage_blocks(plan, index),
+            stage.block_range,
             stage.device,
             stage.dtype or "as loaded",
             f"{stage.speed:g}",

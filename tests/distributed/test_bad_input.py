@@ -176,7 +176,7 @@ class ReturnsNone(TinyModule):
     ("module", "expected"),
     [
         (CallsTwice, "The model was called twice in one step"),
-        (CallsNever, "call the model exactly once in every step"),
+        (CallsNever, "call the model in every step, and exactly once in training_step"),
         (ReturnsNone, "training_step returned NoneType, expected a loss tensor"),
     ],
 )
