@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_hybridop.pipeline.batches import BatchError
 from lightning_hybridop.pipeline.exchange import broadcast_nested, gather_json
+from lightning_hybridop.pipeline.packing import pack, unpack
 
 
 class Wrapped:
@@ -55,7 +56,9 @@ class SharedLoader(Wrapped):
 
     def __len__(self) -> int:
         if self._length is None:
-            raise TypeError(f"{type(self._loader).__name__} of rank 0 has no length.")
+            raise TypeError(
+                "The DataLoader of rank 0 has no length; give its dataset a __len__, or do not ask for the loader's."
+            )
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
@@ -65,8 +68,29 @@ class SharedLoader(Wrapped):
             return
         for batch in self._loader:
             broadcast_nested([batch], source=0)
-            yield batch
+            # With the types that the others get.
+            yield unpack(pack(batch))
         broadcast_nested(None, source=0)
+
+
+class EvenLoader(Wrapped):
+    """A loader without a length, which sees before each batch that all ranks have one more, or none has. Collective."""
+
+    def __iter__(self) -> Iterator[Any]:
+        end = object()
+        batches = iter(self._loader)
+        while True:
+            batch = next(batches, end)
+            more = gather_json(batch is not end)
+            if not any(more):
+                return
+            if not all(more):
+                ended = ", ".join(f"rank {rank}" for rank, has_one in enumerate(more) if not has_one)
+                raise BatchError(
+                    f"Every rank must read the same batches, but those of {ended} ended before the others'; give all "
+                    "hosts the same data files, or pass HybridOPStrategy(data='broadcast')."
+                )
+            yield batch
 
 
 def length_of(loader: object) -> int | None:

@@ -99,40 +99,56 @@ def _plain_attributes(module: LightningModule) -> dict[str, Any]:
     }
 
 
-def _snapshot(value: Any) -> Any:
-    """Return enough of a value to tell later whether it changed."""
+def _snapshot(value: Any, *, inside_list: bool = False) -> Any:
+    """Return enough of a value to tell later whether it changed: itself, so that no other takes its place, and more."""
     if isinstance(value, Tensor):
-        # Tensors of inference mode do not count their changes.
-        return id(value), value.clone() if value.is_inference() else value._version
+        if not value.is_inference():
+            return value, value._version
+        # Tensors of inference mode do not count their changes. Those in lists are outputs, which nobody writes to.
+        return value, None if inside_list else value.clone()
     if isinstance(value, list):
-        inner = {i: _snapshot(item) for i, item in enumerate(value) if isinstance(item, (list, dict))}
-        return id(value), len(value), inner
+        return value, [_snapshot(item, inside_list=True) for item in value]
     if isinstance(value, dict):
-        return id(value), {key: _snapshot(item) for key, item in value.items()}
-    if isinstance(value, (bool, int, float, str)):
-        return value
-    return id(value), len(value) if isinstance(value, set) else None
+        return value, {key: _snapshot(item, inside_list=inside_list) for key, item in value.items()}
+    if isinstance(value, set):
+        return value, set(value)
+    return value if isinstance(value, (bool, int, float, str)) else (value, None)
 
 
 def _change(before: Any, value: Any) -> tuple[str, Any] | None:
     """Return how a value differs from its snapshot, as a kind and what that kind needs."""
-    now = _snapshot(value)
-    if before is _MISSING or type(before) is not type(now):
+    if isinstance(value, (bool, int, float, str)):
+        return None if type(before) is type(value) and before == value else ("value", value)
+    if not isinstance(before, tuple) or before[0] is not value:
         return "value", value
-    if isinstance(value, Tensor) and value.is_inference():
-        same = before[0] == now[0] and before[1].equal(now[1])
-        return None if same else ("value", value)
-    if isinstance(value, list) and len(before) == 3 and before[0] == now[0] and len(value) >= before[1]:
-        inner = {i: _change(before[2].get(i, _MISSING), value[i]) for i in now[2] if i < before[1]}
-        inner = {i: change for i, change in inner.items() if change is not None}
-        new = value[before[1] :]
-        return ("grown", (before[1], new, inner)) if new or inner else None
-    if isinstance(value, dict) and isinstance(before[1], dict) and before[0] == now[0]:
-        inner = {key: _change(before[1].get(key, _MISSING), item) for key, item in value.items()}
-        inner = {key: change for key, change in inner.items() if change is not None}
-        gone = [key for key in before[1] if key not in value]
+    inside: Any = before[1]
+    if isinstance(value, Tensor):
+        if isinstance(inside, Tensor):
+            return None if inside.equal(value) else ("value", value)
+        return None if inside is None or inside == value._version else ("value", value)
+    if isinstance(value, list):
+        return _change_of_list(inside, value)
+    if isinstance(value, dict):
+        inner = {
+            key: change
+            for key, item in value.items()
+            if (change := _change(inside.get(key, _MISSING), item)) is not None
+        }
+        gone = [key for key in inside if key not in value]
         return ("keys", (gone, inner)) if gone or inner else None
-    return None if before == now else ("value", value)
+    return ("value", value) if isinstance(value, set) and inside != value else None
+
+
+def _change_of_list(inside: list[Any], value: list[Any]) -> tuple[str, Any] | None:
+    length = len(inside)
+    changes = {
+        index: change
+        for index, (before, item) in enumerate(zip(inside, value, strict=False))
+        if (change := _change(before, item)) is not None
+    }
+    if len(value) < length or any(kind == "value" for kind, _ in changes.values()):
+        return "value", value
+    return ("grown", (length, value[length:], changes)) if len(value) > length or changes else None
 
 
 def _changed(value: Any, change: tuple[str, Any]) -> Any:

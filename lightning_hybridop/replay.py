@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -177,9 +177,10 @@ def share_metrics(
     the end of an epoch, all ranks compute together.
     """
     for metric in (child for child in module.modules() if isinstance(child, Metric)):
-        if "_hybridop_shared" in metric.__dict__:
+        # A copy of a shared metric has the mark, but computes for itself.
+        if metric.__dict__.get("_hybridop_shared") == id(metric):
             continue
-        metric.__dict__["_hybridop_shared"] = True
+        metric.__dict__["_hybridop_shared"] = id(metric)
         # torchmetrics gathers over all ranks as soon as a process group exists; here one rank has everything.
         metric.sync_on_compute = metric._to_sync = metric.dist_sync_on_step = False
         metric.__dict__["compute"] = _shared_compute(
@@ -200,6 +201,21 @@ def _shared_compute(
         return broadcast(compute() if owner else None)
 
     return shared
+
+
+def compute_together(trainer: Trainer) -> None:
+    """Let all ranks compute what was logged as soon as an epoch has ended.
+
+    A progress bar reads it then, but on rank 0 alone, where it would be waiting for the others in `compute()`.
+    """
+    connector = trainer._logger_connector
+
+    def ended() -> None:
+        type(connector).epoch_end_reached(connector)
+        if trainer._results is not None:
+            trainer._results.metrics(on_step=False)
+
+    connector.__dict__["epoch_end_reached"] = ended
 
 
 def outputs_are_read(module: LightningModule, hook: str) -> bool:

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.fabric.utilities.types import _PATH
+from lightning.fabric.utilities.types import _PATH, _Stateful
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -41,6 +40,7 @@ from lightning_hybridop.averaging import complete_averages, cut_averages
 from lightning_hybridop.checkpoints import WholeCheckpointIO, with_plain_hyper_parameters
 from lightning_hybridop.estimation.estimators import DEFAULT_EPSILON, RESOLUTION, Difference, Directions
 from lightning_hybridop.loaders import (
+    EvenLoader,
     ResumedLoader,
     batches_of_epoch,
     check_same_length,
@@ -63,6 +63,8 @@ from lightning_hybridop.pipeline.batches import (
 from lightning_hybridop.pipeline.emulation import Emulation
 from lightning_hybridop.pipeline.engine import Steps
 from lightning_hybridop.pipeline.exchange import (
+    broadcast_json,
+    broadcast_nested,
     check_same_batch,
     gather_numbers,
 )
@@ -71,9 +73,11 @@ from lightning_hybridop.pipeline.measured import MiniBatchTimes
 from lightning_hybridop.pipeline.ownership import (
     check_updated_once,
     forget_absent_parameters,
+    frozen_adapters,
     merge_optimizer_state,
     synchronise,
 )
+from lightning_hybridop.pipeline.packing import can_be_packed
 from lightning_hybridop.pipeline.stand_ins import StandIn
 from lightning_hybridop.pipeline.weights import lacks_values, materialise
 from lightning_hybridop.placement import check_given_plan, place_evenly
@@ -85,7 +89,7 @@ from lightning_hybridop.refusals import (
     refuse_saved_copies_of_tied_weights,
     refuse_scaled_losses,
 )
-from lightning_hybridop.replay import LogRecorder, outputs_are_read, replay, share_metrics
+from lightning_hybridop.replay import LogRecorder, compute_together, outputs_are_read, replay, share_metrics
 from lightning_hybridop.sampling import seed_samplers
 from lightning_hybridop.schedules.forward_only import forward_only
 from lightning_hybridop.schedules.timeline import TimedAction, Timeline
@@ -249,7 +253,9 @@ class HybridOPStrategy(ParallelStrategy):
     def _only_stage_is_zo(self) -> bool:
         if self._given_plan is not None:
             return self._given_plan.stages[0].role == "zo"
-        return bool(self._zo_stages)
+        if self._zo_stages is not None:
+            return self._zo_stages > 0
+        return default_role(str(self.compute_device)) == "zo"
 
     @property
     @override
@@ -324,9 +330,10 @@ class HybridOPStrategy(ParallelStrategy):
             return
         # Before the interpreter takes itself apart: Gloo's threads end the process with an abort if they outlive it.
         atexit.register(world.leave)
-        connect = partial(_init_dist_connection, self.cluster_environment, "gloo", timeout=self._timeout)
+        os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+        os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
         try:
-            self._world = world.enter(connect, self._timeout)
+            self._world = world.enter(rank=self.global_rank, size=self.world_size, timeout=self._timeout)
             self._has_met_again = False
         except RuntimeError as error:
             if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
@@ -349,6 +356,7 @@ class HybridOPStrategy(ParallelStrategy):
             self._world.tell(exception, stage=self._stage_in_words)
             self._abandon_messages()
             world.part(exception)
+            self._has_met_again = False
         if isinstance(self._launcher, _SubprocessScriptLauncher):
             processes = list(self._launcher.procs)
             # Lightning's observer of these would end this process before its error has been printed.
@@ -369,6 +377,7 @@ class HybridOPStrategy(ParallelStrategy):
 
     def _abandon_messages(self) -> None:
         if self._assembly is not None:
+            self._assembly.calls.abandon()
             for channel in self._assembly.engine.channels.values():
                 channel.abandon()
 
@@ -384,6 +393,11 @@ class HybridOPStrategy(ParallelStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
+        if self._given_plan is not None and len(self._given_plan.stages) != self.world_size:
+            raise CutError(
+                f"The plan has {len(self._given_plan.stages)} stages, but {self.world_size} processes run; start one "
+                "process per stage."
+            )
         if not self.pipelined:
             materialise(self.lightning_module.parameters())
             super().setup(trainer)
@@ -406,8 +420,9 @@ class HybridOPStrategy(ParallelStrategy):
             self.lightning_module,
             owner=self._is_last_stage,
             inside_step=lambda: self._inside_step,
-            broadcast=partial(self.broadcast, src=self._rank_of_stage[-1]),
+            broadcast=self._from_last_stage,
         )
+        compute_together(trainer)
         self.model_to_device()
         if not self.is_global_zero:
             silence_writers(trainer)
@@ -690,7 +705,13 @@ class HybridOPStrategy(ParallelStrategy):
     def _from_last_stage(self, value: Any) -> Any:
         """Return the last stage's `value` on every rank, its tensors on the device of Lightning's collectives."""
         moved = move_data_to_device(value, self.root_device) if self._is_last_stage else None
-        return self.broadcast(moved, src=self._rank_of_stage[-1])
+        last_rank = self._rank_of_stage[-1]
+        if self.world_size == 1:
+            return moved
+        if broadcast_json(can_be_packed(moved), source=last_rank):
+            return broadcast_nested(moved, source=last_rank)
+        # Objects of the user's own, which all ranks know.
+        return self.broadcast(moved, src=last_rank)
 
     # What both share.
 
@@ -746,14 +767,15 @@ class HybridOPStrategy(ParallelStrategy):
             return dataloader
         seed_samplers(dataloader, self.seed)
         trained = self._batches_trained_this_epoch(length_of(dataloader))
-        if trained:
+        # One that keeps its own place is put back there by Lightning.
+        if trained and not isinstance(dataloader, _Stateful):
             dataloader = ResumedLoader(dataloader, trained=trained)
         if self.world_size == 1:
             return dataloader
         if self._data == "broadcast":
             return shared_loader(dataloader, rank=self.global_rank)
         check_same_length(dataloader, stage_of_rank=self._rank_of_stage.index)
-        return dataloader
+        return EvenLoader(dataloader) if length_of(dataloader) is None else dataloader
 
     def _batches_trained_this_epoch(self, length: int | None) -> int:
         """Return how many batches of its epoch, of `length` if it has one, a run had trained on that is now resumed."""
@@ -813,7 +835,14 @@ class HybridOPStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.trainable_state_dict() if self.pipelined else super().lightning_module_state_dict()
+        if not self.pipelined:
+            return super().lightning_module_state_dict()
+        assert self.lightning_module is not None
+        trained = self.trainable_state_dict()
+        with self.whole_model():
+            # A random part of an adapter that stays as it is drawn, as the A of LoRA-FA; all ranks have it.
+            frozen = frozen_adapters(self.lightning_module)
+        return {**trained, **{name: parameter.detach() for name, parameter in frozen.items()}}
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -858,10 +887,11 @@ class HybridOPStrategy(ParallelStrategy):
         materialise(p for p in self.lightning_module.parameters() if p.requires_grad or not self.pipelined)
         if not self.pipelined:
             # A pipeline's checkpoint holds what was trained; the frozen rest is loaded already.
-            frozen = {name for name, p in self.lightning_module.named_parameters() if not p.requires_grad}
+            named = self.lightning_module.named_parameters(remove_duplicate=False)
+            trained = {name for name, parameter in named if parameter.requires_grad}
             names = self.lightning_module.state_dict().keys()
             absent = names - state.keys()
-            only_trained = bool(absent) and absent <= frozen and state.keys() <= names
+            only_trained = bool(absent) and not absent & trained and state.keys() <= names
             super().load_model_state_dict(checkpoint, strict and not only_trained)
             return
         with self.whole_model():
@@ -872,9 +902,10 @@ class HybridOPStrategy(ParallelStrategy):
                     f"The checkpoint lacks {len(missing)} trainable parameters, the first being {missing[0]}; it was "
                     "made with another adapter configuration."
                 )
+            saved = trainable | frozen_adapters(self.lightning_module)
             with torch.no_grad():
-                for name in trainable.keys() & state.keys():
-                    trainable[name].copy_(state[name])
+                for name in saved.keys() & state.keys():
+                    saved[name].copy_(state[name])
 
     @override
     def on_train_end(self) -> None:
@@ -925,9 +956,13 @@ class HybridOPStrategy(ParallelStrategy):
         """Return the tensors of all ranks stacked along a new first dimension."""
         if self.world_size == 1:
             return super().all_gather(tensor, group, sync_grads)
-        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(gathered, tensor.contiguous(), group=group)
-        return torch.stack(gathered)
+        # As bytes in host memory: Gloo's collectives know neither bfloat16 nor int16, nor other devices.
+        mine = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        gathered = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(gathered, mine, group=group)
+        return torch.stack([part.view(tensor.dtype).view(tensor.shape) for part in gathered]).to(
+            tensor.device
+        )
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

@@ -16,6 +16,7 @@ class Collects(LightningModule):
         self.outputs: list[Any] = []
         self.per_loader: list[list[Any]] = [[], []]
         self.by_name: dict[str, list[Any]] = defaultdict(list)
+        self.counts: list[Any] = [0, 0, torch.zeros(2)]
         self.seen = 0
         self.total: Any = 0.0
         self.best = {"loss": 9.0, "old": 1.0}
@@ -55,7 +56,34 @@ def clear(module: Any) -> None:
     module.per_loader[0].clear()
 
 
-STEPS = [append, append_inside, count, change_dict, replace, clear, append, count]
+def count_in_lists(module: Any) -> None:
+    module.counts[1] += 1
+    module.counts[2] = torch.ones(2)
+
+
+def move_window(module: Any) -> None:
+    module.outputs.append("new")
+    module.outputs.pop(0)
+
+
+def refill(module: Any) -> None:
+    module.outputs.clear()
+    module.outputs += ["other", "things", "altogether"]
+
+
+STEPS = [
+    append,
+    append_inside,
+    count,
+    change_dict,
+    replace,
+    clear,
+    append,
+    count,
+    count_in_lists,
+    move_window,
+    refill,
+]
 
 
 def state(module: LightningModule) -> dict[str, Any]:
@@ -89,6 +117,7 @@ def test_only_what_changed_travels(step: Callable[[Any], None]) -> None:
 
     assert set(watch.changes()) <= {
         "outputs",
+        "counts",
         "per_loader",
         "by_name",
         "seen",

@@ -1,6 +1,6 @@
 """Model calls beyond the one that a schedule brings, as in text generation: the last stage makes them, the others serve."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Literal
@@ -86,15 +86,20 @@ class ModelCalls:
         `result` is what `broadcast_nested` takes.
         """
         if self._engine.is_last:
-            self._cache = None
+            self.abandon()
             broadcast_nested({"over": result}, source=self._last_rank)
             return result
         while "over" not in (message := broadcast_nested(None, source=self._last_rank)):
             with torch.no_grad():
                 self._serve(message)
         self._flush()
-        self._cache = None
+        self.abandon()
         return message["over"]
+
+    def abandon(self) -> None:
+        """Forget the calls of a step, at its end or after a failure."""
+        self._calls = 0
+        self._cache = None
 
     @contextmanager
     def _within(self, what: Literal["training", "micro-batch", "mini-batch"]) -> Iterator[None]:
@@ -140,7 +145,9 @@ class ModelCalls:
         @wraps(forward)
         def asking(*arguments: Any, **keywords: Any) -> Any:
             if not needed():
-                return forward(*arguments, **keywords)
+                output = forward(*arguments, **keywords)
+                _mark_incomplete((*keywords.values(), *getattr(output, "values", tuple)()))
+                return output
             if arguments:
                 raise GenerationError(
                     "The model was called a second time in one step with positional arguments; name them."
@@ -175,6 +182,11 @@ class ModelCalls:
             raise GenerationError(
                 f"generate() uses a {type(cache).__name__}, expected a DynamicCache, which alone is followed on the other "
                 "stages; leave cache_implementation out, or pass use_cache=False."
+            )
+        if getattr(cache, "lacks_blocks_of_a_stage", False):
+            raise GenerationError(
+                "The model was given the cache of its first call in this step, which a pipeline runs without one; call "
+                "generate() instead, or pass use_cache=False and all tokens."
             )
         if cache.get_seq_length() > 0:
             raise GenerationError(
@@ -233,6 +245,13 @@ class ModelCalls:
     def _flush(self) -> None:
         if not self._engine.is_last:
             self._engine.channels[self._engine.stage + 1].flush()
+
+
+def _mark_incomplete(values: Iterable[Any]) -> None:
+    """Note in the caches among `values` that the blocks of the last stage have not written to them."""
+    for value in values:
+        if hasattr(value, "get_seq_length"):
+            value.lacks_blocks_of_a_stage = True
 
 
 def _empty_cache(language_model: nn.Module) -> Any:

@@ -22,6 +22,16 @@ def owned_parameters(
     return stages
 
 
+def frozen_adapters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the adapter parameters of peft layers that are not trained, by name."""
+    adapters = {id(parameter) for parameter in adapter_parameters(module)}
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if id(parameter) in adapters and not parameter.requires_grad and not parameter.is_meta
+    }
+
+
 def check_updated_once(module: nn.Module, anatomy: Anatomy, boundaries: tuple[int, ...]) -> None:
     """Check that no trainable parameter of the whole model would be updated by two stages.
 
@@ -71,7 +81,11 @@ def merge_optimizer_state(
     owner = {id(parameter): stage for stage, named in enumerate(owned) for parameter in named.values()}
     ranks = [rank_of_stage[owner.get(id(parameter), 0)] for parameter in parameters]
     gathered: list[dict[int, Any]] = [{} for _ in range(dist.get_world_size())]
-    mine = {i: state for i, state in state_dict["state"].items() if ranks[i] == dist.get_rank()}
+    mine = {
+        i: {key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
+        for i, state in state_dict["state"].items()
+        if ranks[i] == dist.get_rank()
+    }
     dist.all_gather_object(gathered, mine)
     merged: dict[int, Any] = {}
     for states in gathered:

@@ -43,6 +43,15 @@ def unpack(packed: bytes | bytearray) -> Any:
     return _restore(described, tensors)
 
 
+def can_be_packed(value: Any) -> bool:
+    """Tell whether `pack` takes `value`."""
+    try:
+        _describe(value, [])
+    except BatchError:
+        return False
+    return True
+
+
 def _describe(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value.detach().to("cpu").contiguous())

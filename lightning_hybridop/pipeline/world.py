@@ -7,11 +7,12 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from lightning_hybridop.pipeline.exchange import gather_json
 from lightning_hybridop.pipeline.transport import TransportError
@@ -153,20 +154,29 @@ class World:
 _entered: dict[tuple[str | None, ...], World] = {}
 
 
-def enter(connect: Callable[[], None], timeout: timedelta) -> World:
-    """Return the world of this process, connected: by `connect` at first, after a failure over the same store."""
-    address = tuple(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+def enter(*, rank: int, size: int, timeout: timedelta) -> World:
+    """Return the world that MASTER_ADDR and MASTER_PORT name, connected. Collective.
+
+    After a failure the processes meet over the same store as before.
+    """
+    address = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     world = _entered.get(address)
-    if world is None or dist.is_initialized():
-        connect()
-        address = tuple(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
-    if world is None:
-        # A private name of torch, for want of a public one.
-        store = dist.PrefixStore("hybridop", dist.distributed_c10d._get_default_store())
-        world = World(store, rank=dist.get_rank(), size=dist.get_world_size(), timeout=timeout)
-        _entered[address] = world
-    elif not dist.is_initialized():
-        world.meet_again(timeout.total_seconds())
+    if world is not None:
+        if not dist.is_initialized():
+            world.meet_again(timeout.total_seconds())
+        return world
+    # torchrun may keep one store for all its attempts: what an earlier one left there leads nowhere.
+    attempt = f"hybridop/attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if dist.is_initialized():
+        # Somebody else has connected them. A private name of torch, for want of a public one.
+        store = dist.PrefixStore(attempt, dist.distributed_c10d._get_default_store())
+    else:
+        shared, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
+        store = dist.PrefixStore(attempt, shared)
+        first = dist.PrefixStore("connections/0", store)
+        dist.init_process_group("gloo", store=first, rank=rank, world_size=size, timeout=timeout)
+    world = World(store, rank=rank, size=size, timeout=timeout)
+    _entered[address] = world
     return world
 
 
@@ -229,6 +239,8 @@ def speak_once(rank: int, host: str, *, speaks_for_host: bool) -> None:
     On other hosts the process that `speaks_for_host` prints one line about it.
     """
     previous = sys.excepthook
+    if getattr(previous, "speaks_once", False):
+        return
 
     def hook(kind: type[BaseException], error: BaseException, trace: object) -> None:
         first = first_failure(error)
@@ -237,6 +249,7 @@ def speak_once(rank: int, host: str, *, speaks_for_host: bool) -> None:
         elif first.host != host and speaks_for_host:
             print(first, file=sys.stderr)
 
+    hook.speaks_once = True  # type: ignore[attr-defined]
     sys.excepthook = hook
 
 

@@ -54,7 +54,7 @@ class Watch(Callback):
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         (optimizer,) = trainer.optimizers
         self._note_groups(optimizer)
-        if isinstance(trainer.strategy, HybridOPStrategy):
+        if isinstance(trainer.strategy, HybridOPStrategy) and trainer.strategy.pipelined:
             for stage, parameters in enumerate(trainer.strategy._assembly.owned):
                 if stage != trainer.strategy.stage_index:
                     self.others |= {name: p.detach().clone() for name, p in parameters.items()}

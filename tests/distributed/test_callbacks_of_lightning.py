@@ -523,3 +523,41 @@ def test_the_summary_shows_the_whole_model_and_who_holds_what(pipeline: list[dic
     assert "Stages" not in first["ModelSummary 0"]
     for shown in others:
         assert not any("Stages" in text or "params" in text for text in shown.values())
+
+
+# A progress bar reads what was logged on rank 0 alone, before hooks in which all ranks come together.
+
+
+class ComesTogether(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+        self.largest = torchmetrics.MaxMetric()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.mean.update(loss)
+        self.largest.update(loss + 100.0)
+        self.log("mean", self.mean, on_epoch=True, on_step=False, prog_bar=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.gathered = self.all_gather(torch.tensor([self.global_rank], dtype=torch.int16))
+        self.log("largest", self.largest.compute())
+
+
+def _with_a_bar() -> dict[str, Any]:
+    module = ComesTogether()
+    trainer = trainer_for(HybridOPStrategy(micro_batches=1), enable_progress_bar=True)
+    trainer.fit(module, loader(16))
+    return {
+        "gathered": module.gathered.tolist(),
+        **{name: float(trainer.callback_metrics[name]) for name in ("mean", "largest")},
+    }
+
+
+def test_a_progress_bar_does_not_wait_for_ranks_that_have_none() -> None:
+    answers = run_ranks(_with_a_bar, 2)
+    assert answers[0] == answers[1]
+    assert answers[0]["gathered"] == [[0], [1]]
+    assert answers[0]["mean"] < 50.0 < answers[0]["largest"]

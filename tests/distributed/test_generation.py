@@ -150,6 +150,14 @@ class GeneratesStatically(TinyModule):
         )
 
 
+class DecodesByHand(TinyModule):
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        first = self.model(input_ids=batch["input_ids"], use_cache=True)
+        cache = next(value for value in first.values() if hasattr(value, "get_seq_length"))
+        name = next(name for name, value in first.items() if value is cache)
+        return self.model(input_ids=batch["input_ids"][:, -1:], **{name: cache}).logits
+
+
 def _refused(module: Callable[[], lightning.LightningModule], method: str) -> None:
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -168,6 +176,7 @@ def _refused(module: Callable[[], lightning.LightningModule], method: str) -> No
     ("module", "method", "message"),
     [
         (GeneratesWhileTraining, "fit", r"training_step called generate\(\)"),
+        (DecodesByHand, "predict", "The model was given the cache of its first call in this step"),
         (GeneratesStatically, "predict", r"generate\(\) uses a StaticCache, expected a DynamicCache"),
     ],
 )

@@ -1,6 +1,7 @@
 """A run that is interrupted, wherever and by whatever, and resumed ends as if it had never been."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import OmegaConf
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from lightning_hybridop import HybridOPStrategy, Plan
 from tests.distributed.harness import run_ranks
@@ -211,6 +212,43 @@ def test_an_exception_on_one_rank_leaves_a_checkpoint_that_goes_on_as_if_nothing
         assert_equal(resumed.parameters, straight.parameters)
 
 
+# Weights that share their storage, and a part of an adapter that is drawn at random and never trained.
+
+
+class Tied(TinyModule):
+    """SmolLM2's kind: the head is the embedding; and LoRA-FA's: A stays as it is drawn."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed=seed)
+        base = self.model.get_base_model()
+        base.lm_head.weight = base.model.embed_tokens.weight
+        for name, parameter in self.named_parameters():
+            if "lora_A" in name:
+                parameter.requires_grad_(False)
+
+
+def _tied(folder: Path) -> dict[str, Any]:
+    """Train, then validate the checkpoint in a module that has drawn other adapters."""
+    strategy = HybridOPStrategy(plan=split(6) if os.environ["WORLD_SIZE"] == "1" else split(3, 3))
+    trainer = trainer_for(strategy, callbacks=every_step(folder), enable_checkpointing=True)
+    path = folder / "step=3.ckpt"
+    if not path.exists():
+        trainer.fit(Tied(), TRAIN(), HELD_OUT())
+    other = Tied(seed=1)
+    frozen = {name: value.clone() for name, value in Tied().state_dict().items() if "lora" not in name}
+    other.load_state_dict(frozen, strict=False)
+    again = trainer_for(HybridOPStrategy(plan=strategy.plan))
+    (metrics,) = again.validate(other, HELD_OUT(), ckpt_path=str(path), verbose=False)
+    return {"fit": trainer.callback_metrics.get("val_loss"), "validated": metrics["val_loss"]}
+
+
+def test_a_checkpoint_holds_all_of_an_adapter_and_loads_in_one_process(tmp_path: Path) -> None:
+    pipelined = run_ranks(_tied, 2, tmp_path)
+    (alone,) = run_ranks(_tied, 1, tmp_path)
+    for answer in (*pipelined, alone):
+        assert answer["validated"] == pytest.approx(float(pipelined[0]["fit"]), abs=1e-6)
+
+
 # A configuration of OmegaConf among the hyperparameters.
 
 
@@ -310,4 +348,33 @@ def test_loaders_of_unequal_length_are_refused_by_name() -> None:
         assert said == (
             "Every rank must read the same batches, but rank 0's DataLoader has 4 of them while rank 1 (stage 1) has 3; "
             "give all hosts the same data files, or pass HybridOPStrategy(data='broadcast')."
+        )
+
+
+class Endless(IterableDataset[dict[str, Tensor]]):
+    """Rows that do not say how many they are."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        rows = TokenRows(self.rows)
+        yield from (rows[index] for index in range(self.rows))
+
+
+def _without_length(rows: tuple[int, int], **strategy: Any) -> str:
+    own = DataLoader(Endless(rows[int(os.environ["RANK"])]), batch_size=4)
+    try:
+        run = fit(Job(strategy=strategy, train=lambda: own))
+    except Exception as error:
+        return str(error)
+    return f"{run.global_step} steps"
+
+
+def test_loaders_without_a_length_must_end_together() -> None:
+    assert run_ranks(_without_length, 2, (12, 12)) == ["3 steps", "3 steps"]
+    for said in run_ranks(_without_length, 2, (16, 8)):
+        assert said == (
+            "Every rank must read the same batches, but those of rank 1 ended before the others'; give all hosts the same "
+            "data files, or pass HybridOPStrategy(data='broadcast')."
         )

@@ -1,5 +1,6 @@
 """Who failed first, and processes that meet again over the store that outlives their connections."""
 
+import os
 import subprocess
 import sys
 import time
@@ -16,8 +17,8 @@ from tests.distributed.harness import run_ranks
 
 def _fail_and_meet() -> list[object]:
     """Rank 1 fails while the others wait for it; all meet again, twice."""
-    joined = world.enter(lambda: dist.init_process_group("gloo"), timedelta(seconds=30))
-    rank = dist.get_rank()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    joined = world.enter(rank=rank, size=size, timeout=timedelta(seconds=30))
     seen: list[object] = []
     for attempt in range(2):
         try:
@@ -47,12 +48,13 @@ def test_processes_meet_again_after_one_of_them_failed() -> None:
 
 
 def _meet_at_different_steps() -> str:
-    joined = world.enter(lambda: dist.init_process_group("gloo"), timedelta(seconds=30))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    joined = world.enter(rank=rank, size=size, timeout=timedelta(seconds=30))
     try:
         raise ArithmeticError
     except ArithmeticError as error:
         try:
-            joined.meet_after(error, stage="A stage", step=3 + dist.get_rank())
+            joined.meet_after(error, stage="A stage", step=3 + rank)
         except world.MeetingError as refused:
             return str(refused)
     return "nothing was refused"
