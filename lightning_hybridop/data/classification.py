@@ -1,17 +1,15 @@
-"""From labelled texts to batches of a prompt and its label word, or of a text and its class: the same for every data set."""
+"""From labelled texts to batches: of a prompt and its label word, or of a text and its class index."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from lightning_hybridop.data.sources import DataError
-from lightning_hybridop.data.split import SplitData, check_choice, row_loader
+from lightning_hybridop.data.split import SplitData, check_choice
 from lightning_hybridop.modules.prompts import IGNORED, Batch, Prompt
 
 LabelForm = Literal["word", "number"]
@@ -143,24 +141,6 @@ class ClassificationData(SplitData[EncodedText | NumberedText]):
         if self.labels == "number":
             return [*encode_numbered(rows, tokenizer=self.tokenizer, max_length=self.max_length)]
         return [*encode(rows, tokenizer=self.tokenizer, prompt=self.prompt, max_length=self.max_length)]
-
-
-def classification_loader(
-    rows: Sequence[EncodedText],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    batch_size: int,
-    shuffle: bool = False,
-    num_workers: int = 0,
-) -> DataLoader[EncodedText]:
-    """Return a loader of `Batch`es that keeps a last batch of fewer rows."""
-    return row_loader(
-        rows,
-        partial(collate, padding_token=tokenizer.pad_token_id),
-        batch_size=batch_size,
-        shuffle=shuffle,
-        num_workers=num_workers,
-    )
 
 
 def balanced_subset(

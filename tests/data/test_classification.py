@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
@@ -7,7 +9,6 @@ from lightning_hybridop.data.classification import (
     EncodedText,
     LabelledText,
     balanced_subset,
-    classification_loader,
     collate,
     collate_numbered,
     encode,
@@ -15,7 +16,7 @@ from lightning_hybridop.data.classification import (
 )
 from lightning_hybridop.data.headlines import HeadlinesData
 from lightning_hybridop.data.sources import DataError
-from lightning_hybridop.data.split import shuffled
+from lightning_hybridop.data.split import row_loader, shuffled
 from lightning_hybridop.modules.prompts import CLASSES, Batch, Prompt
 
 
@@ -64,7 +65,8 @@ def test_labels_travel_with_their_texts_through_a_shuffling_loader_with_workers(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     rows = [EncodedText(prompt=[100 + index] * (1 + index % 4), answer=[200 + index]) for index in range(18)]
-    loader = classification_loader(rows, tokenizer=tokenizer, batch_size=4, shuffle=True, num_workers=1)
+    padded = partial(collate, padding_token=tokenizer.pad_token_id)
+    loader = row_loader(rows, padded, batch_size=4, shuffle=True, num_workers=1)
     batches = list(loader)
     assert [len(batch["labels"]) for batch in batches] == [4, 4, 4, 4, 2]
     order = [int(row[-1]) - 200 for batch in batches for row in batch["labels"]]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning import LightningModule, Trainer
+from lightning import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics.functional.classification import multiclass_f1_score
@@ -19,6 +19,7 @@ from transformers import (
 
 from lightning_hybridop.modules.sequence_classification import SequenceClassifier
 from lightning_hybridop.modules.token_classification import TokenClassifier
+from tests.modules.trainers import trainer
 
 pytestmark = [
     # The steps are also called without a Trainer here.
@@ -87,18 +88,6 @@ KINDS = pytest.mark.parametrize(
 def loader(batch: dict[str, Tensor]) -> DataLoader[dict[str, Tensor]]:
     rows = [{name: values[row] for name, values in batch.items()} for row in range(len(LENGTHS))]
     return DataLoader(rows, batch_size=3)  # type: ignore[arg-type]
-
-
-def trainer(folder: Path, epochs: int = 1) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
 
 
 @KINDS

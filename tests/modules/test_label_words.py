@@ -1,21 +1,22 @@
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from lightning import Trainer
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_hybridop.data.classification import (
     EncodedText,
     LabelledText,
-    classification_loader,
     collate,
     encode,
 )
+from lightning_hybridop.data.split import row_loader
 from lightning_hybridop.modules.answers import answer_loss
 from lightning_hybridop.modules.label_words import LabelWordClassifier
 from lightning_hybridop.modules.prompts import Batch, Prompt
+from tests.modules.trainers import trainer
 
 pytestmark = [
     # The steps are also called without a Trainer here.
@@ -58,19 +59,8 @@ def module(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LabelW
 
 @pytest.fixture
 def loader(tokenizer: PreTrainedTokenizerBase) -> DataLoader[EncodedText]:
-    return classification_loader(encoded(tokenizer), tokenizer=tokenizer, batch_size=2)
-
-
-def trainer(folder: Path, epochs: int = 1) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
+    padded = partial(collate, padding_token=tokenizer.pad_token_id)
+    return row_loader(encoded(tokenizer), padded, batch_size=2)
 
 
 def test_loss_and_gradients_equal_those_of_the_models_own_labels(

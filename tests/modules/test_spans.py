@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning import Trainer
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -14,6 +13,7 @@ from transformers import BertConfig, BertForQuestionAnswering, PreTrainedModel
 from lightning_hybridop.data.spans import EncodedSpan, collate_spans
 from lightning_hybridop.metrics.squad import exact_match, word_f1
 from lightning_hybridop.modules.spans import SpanAnswerer, best_spans, span_loss
+from tests.modules.trainers import trainer
 
 pytestmark = [
     # The steps are also called without a Trainer here.
@@ -69,18 +69,6 @@ def batch_of(rows: tuple[EncodedSpan, ...] = ROWS) -> dict[str, Any]:
 
 def loader() -> DataLoader[EncodedSpan]:
     return DataLoader(ROWS, batch_size=2, collate_fn=lambda rows: batch_of(tuple(rows)))  # type: ignore[arg-type]
-
-
-def trainer(folder: Path, epochs: int = 1) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
 
 
 @given(

@@ -3,12 +3,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning import Trainer
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_hybridop.data.classification import EncodedText, collate
 from lightning_hybridop.modules.texts import TextAnswerer, prompts_of
+from tests.modules.trainers import trainer
 
 pytestmark = [
     # The steps are also called without a Trainer here.
@@ -34,19 +34,6 @@ def batch_of(rows: Any = ROWS) -> dict[str, Any]:
 
 def loader() -> DataLoader[Any]:
     return DataLoader(ROWS, batch_size=3, collate_fn=batch_of)  # type: ignore[arg-type]
-
-
-def trainer(folder: Path, epochs: int = 1, **options: Any) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        **options,
-    )
 
 
 @pytest.fixture
