@@ -872,11 +872,12 @@ class HybridOPStrategy(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        assert self.lightning_module is not None
         # Edge hosts share no disk: rank 0 reads the file for all.
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only) if self.is_global_zero else None
         loaded: dict[str, Any] = self.broadcast(checkpoint)
-        complete_averages(loaded, self.lightning_module, self.lightning_module.trainer)
+        module = self._lightning_module
+        if module is not None and module._trainer is not None:
+            complete_averages(loaded, module, module.trainer)
         return loaded
 
     @override

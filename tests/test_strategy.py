@@ -205,3 +205,11 @@ def test_one_stage_knows_its_trainable_parameters_and_no_timeline() -> None:
     assert strategy.gather_timeline() == ()
     with strategy.whole_model():
         assert dict(module.named_parameters()).keys() >= trainable.keys()
+
+
+def test_a_checkpoint_is_read_before_a_module_is_attached(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"weight": torch.ones(2)}}, tmp_path / "last.ckpt")
+
+    checkpoint = HybridOPStrategy().load_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+
+    assert checkpoint["state_dict"]["weight"].equal(torch.ones(2))
