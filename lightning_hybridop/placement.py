@@ -22,6 +22,11 @@ def check_given_plan(plan: Plan, anatomy: Anatomy, *, ranks: int) -> None:
             f"The plan is for {plan.blocks} blocks, but {anatomy.blocks_name} has {anatomy.blocks}{missing}; "
             "edit `blocks` and the stages of the plan."
         )
+    check_process_count(plan, ranks=ranks)
+
+
+def check_process_count(plan: Plan, *, ranks: int) -> None:
+    """Raise CutError, naming both counts, unless there is one process for each stage of a plan."""
     if len(plan.stages) != ranks:
         raise CutError(
             f"The plan has {len(plan.stages)} stages, but {ranks} processes run; start one process per stage."

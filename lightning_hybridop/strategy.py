@@ -80,7 +80,7 @@ from lightning_hybridop.pipeline.ownership import (
 from lightning_hybridop.pipeline.packing import can_be_packed
 from lightning_hybridop.pipeline.stand_ins import StandIn
 from lightning_hybridop.pipeline.weights import lacks_values, materialise
-from lightning_hybridop.placement import check_given_plan, place_evenly
+from lightning_hybridop.placement import check_given_plan, check_process_count, place_evenly
 from lightning_hybridop.planning.plan import Plan, Role, Stage, load_plan, save_plan
 from lightning_hybridop.refusals import (
     refuse_adapters_across_stages,
@@ -393,11 +393,8 @@ class HybridOPStrategy(ParallelStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
-        if self._given_plan is not None and len(self._given_plan.stages) != self.world_size:
-            raise CutError(
-                f"The plan has {len(self._given_plan.stages)} stages, but {self.world_size} processes run; start one "
-                "process per stage."
-            )
+        if self._given_plan is not None:
+            check_process_count(self._given_plan, ranks=self.world_size)
         if not self.pipelined:
             materialise(self.lightning_module.parameters())
             super().setup(trainer)
