@@ -12,6 +12,7 @@ from lightning_hybridop.pipeline.anatomy import Anatomy, CutError, find_language
 from lightning_hybridop.pipeline.emulation import Emulation, Pace, PacedChannel
 from lightning_hybridop.pipeline.engine import Engine
 from lightning_hybridop.pipeline.exchange import clock_offset
+from lightning_hybridop.pipeline.grouping import Grouping, common_grouping, grouping_of
 from lightning_hybridop.pipeline.model_calls import ModelCalls
 from lightning_hybridop.pipeline.ownership import block_dtype, frozen_dtype, owned_parameters
 from lightning_hybridop.pipeline.stage import StageModel
@@ -25,12 +26,14 @@ class Assembly:
     """One process's part of a pipeline.
 
     `owned` are every stage's trainable parameters by name, `arithmetic` the dtype that each stage computes in.
+    `grouping` says what all zo stages together can do with groups of rows.
     """
 
     owned: tuple[dict[str, nn.Parameter], ...]
     engine: Engine
     calls: ModelCalls
     arithmetic: tuple[torch.dtype, ...]
+    grouping: Grouping
 
 
 def assemble(
@@ -68,16 +71,21 @@ def assemble(
     own_dtype = block_dtype(module.get_submodule(f"{anatomy.blocks_name}.{plan.stages[stage].first}"))
     dtypes = gather_in_order(own_dtype, rank_of_stage)
     estimates = plan.stages[stage].role == "zo"
+    zo_parameters = {
+        name: parameter
+        for name, parameter in owned[stage].items()
+        if estimates and (perturbable is None or name in perturbable)
+    }
+    names = [f"{anatomy.blocks_name}.{i}" for i in range(plan.stages[stage].first, plan.stages[stage].last)]
+    blocks = {name: module.get_submodule(name) for name in names}
+    factors, grouping = grouping_of(module, blocks, zo_parameters, width=anatomy.width)
     engine = Engine(
         model=model,
         plan=plan,
         stage=stage,
         parameters=owned[stage],
-        zo_parameters={
-            name: parameter
-            for name, parameter in owned[stage].items()
-            if estimates and (perturbable is None or name in perturbable)
-        },
+        zo_parameters=zo_parameters,
+        factors=factors,
         channels={
             neighbour: _channel(stage, neighbour, rank_of_stage[neighbour], emulation, timeout)
             for neighbour in (stage - 1, stage + 1)
@@ -96,7 +104,14 @@ def assemble(
     )
     # Under autocast the blocks compute in less than they hold, and send what they hold.
     arithmetic = tuple(dtype if autocast is None else autocast for dtype in dtypes)
-    return Assembly(owned=owned, engine=engine, calls=calls, arithmetic=arithmetic)
+    groupings = gather_in_order(grouping, rank_of_stage)
+    return Assembly(
+        owned=owned,
+        engine=engine,
+        calls=calls,
+        arithmetic=arithmetic,
+        grouping=common_grouping([groupings[i] for i in plan.zo_stages]),
+    )
 
 
 def stage_model(module: nn.Module, anatomy: Anatomy, *, plan: Plan, stage: int) -> StageModel:

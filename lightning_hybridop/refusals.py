@@ -8,6 +8,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
+from lightning_hybridop.estimation.estimators import Directions
+from lightning_hybridop.planning.plan import Plan
+
 
 def refuse_scaled_losses(precision: Precision) -> None:
     """Raise ValueError for a precision that scales losses."""
@@ -85,3 +88,19 @@ def _adapters(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _kind(configuration: Any) -> str:
     kind = getattr(configuration, "peft_type", None)
     return str(getattr(kind, "value", kind))
+
+
+def refuse_row_directions(plan: Plan, directions: Directions) -> None:
+    """Refuse directions for single rows where only the loss of a whole micro-batch is known."""
+    if directions != "row" or not plan.zo_stages or plan.estimator == "adjoint":
+        return
+    if plan.estimator == "loss":
+        raise ValueError(
+            "directions is 'row', but the estimator loss knows one loss per micro-batch; use estimator='boundary', or "
+            "directions='microbatch'."
+        )
+    if plan.exit_queries:
+        raise ValueError(
+            f"directions is 'row' with exit_queries {plan.exit_queries}, but an early exit gives one loss per "
+            "micro-batch; set exit_queries=0, or directions='microbatch'."
+        )

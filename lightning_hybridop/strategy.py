@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.memory import recursive_detach
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
@@ -38,7 +38,14 @@ from lightning_hybridop.assembly import Assembly, assemble, gather_in_order, sta
 from lightning_hybridop.auto_plan import place_by_measuring
 from lightning_hybridop.averaging import complete_averages, cut_averages
 from lightning_hybridop.checkpoints import WholeCheckpointIO, with_plain_hyper_parameters
-from lightning_hybridop.estimation.estimators import DEFAULT_EPSILON, RESOLUTION, Difference, Directions
+from lightning_hybridop.estimation.directions import Distribution
+from lightning_hybridop.estimation.estimators import (
+    DEFAULT_EPSILON,
+    RESOLUTION,
+    Difference,
+    Directions,
+    running_mean,
+)
 from lightning_hybridop.loaders import (
     EvenLoader,
     ResumedLoader,
@@ -55,6 +62,7 @@ from lightning_hybridop.pipeline.batches import (
     fingerprint,
     join_outputs,
     label_count,
+    repeat_rows,
     row_count,
     shares,
     split_rows,
@@ -62,13 +70,15 @@ from lightning_hybridop.pipeline.batches import (
 )
 from lightning_hybridop.pipeline.emulation import Emulation
 from lightning_hybridop.pipeline.engine import Steps
+from lightning_hybridop.pipeline.estimates import EstimatorSettings
 from lightning_hybridop.pipeline.exchange import (
     broadcast_json,
     broadcast_nested,
     check_same_batch,
     gather_numbers,
 )
-from lightning_hybridop.pipeline.learning import EstimatorSettings, MiniBatchResult, train_mini_batch
+from lightning_hybridop.pipeline.grouping import Grouping, copies_that_fit
+from lightning_hybridop.pipeline.learning import MiniBatchResult, train_mini_batch
 from lightning_hybridop.pipeline.measured import MiniBatchTimes
 from lightning_hybridop.pipeline.ownership import (
     check_updated_once,
@@ -81,11 +91,12 @@ from lightning_hybridop.pipeline.packing import can_be_packed
 from lightning_hybridop.pipeline.stand_ins import StandIn
 from lightning_hybridop.pipeline.weights import lacks_values, materialise
 from lightning_hybridop.placement import check_given_plan, check_process_count, place_evenly
-from lightning_hybridop.planning.plan import Plan, Role, Stage, load_plan, save_plan
+from lightning_hybridop.planning.plan import Estimator, Plan, Role, even_plan, load_plan, save_plan
 from lightning_hybridop.refusals import (
     refuse_adapters_across_stages,
     refuse_compiled_modules,
     refuse_manual_optimization,
+    refuse_row_directions,
     refuse_saved_copies_of_tied_weights,
     refuse_scaled_losses,
 )
@@ -99,6 +110,10 @@ from lightning_hybridop.writers import restore_writers, silence_writers
 
 AUTO = "auto"
 """The plan that the processes make themselves."""
+
+
+RUNNING_EXIT_LOSS = "hybridop_running_exit_loss"
+"""Where a checkpoint keeps what exit losses are compared with."""
 
 
 SECONDS_TO_END = 8.0
@@ -130,10 +145,20 @@ class HybridOPStrategy(ParallelStrategy):
         queries: Q, perturbed forwards per micro-batch.
         exit_queries: Q', early-exit forwards per micro-batch.
         schedule: `"hybridop"`, `"gpipe"` or `"1f1b"`.
-        difference: `"forward"` or `"central"` difference quotient.
-        exit_baseline: what exit losses are compared with: the unperturbed `"exit"` loss, or the `"full"` model's.
+        estimator: how zo stages learn. `"loss"`, the paper's: from the loss of perturbed forwards through the whole
+            pipeline. `"boundary"`: perturbed forwards end at the last zo stage, which takes inner products with the
+            gradient that the first bp stage sends back. `"adjoint"`: no perturbation; the exact gradient, by
+            back-propagation in inference operators where a stage's executor has it.
+        difference: `"forward"` or `"central"` difference quotient, or `"antithetic"` pairs of queries.
+        exit_baseline: what exit losses are compared with: the unperturbed `"exit"` loss, the `"full"` model's, or the
+            `"running"` mean of exit losses, which costs no forward.
         epsilon: size of the perturbation; default: by the zo stages' dtype.
-        directions: `"microbatch"` draws Q directions for each micro-batch, `"minibatch"` Q for all of them.
+        directions: `"microbatch"` draws Q directions for each micro-batch, `"minibatch"` Q for all of them, `"row"` Q
+            for each row (boundary estimator, LoRA).
+        distribution: of a direction's elements, `"normal"` or `"rademacher"` (1 or -1).
+        shrinkage: scale estimates down to where they are nearest to the gradient in mean square.
+        queries_per_forward: how many queries of a micro-batch may ride in one forward (boundary estimator, LoRA).
+        perturbation_memory: MiB that one such forward may take; fewer queries ride where they would take more.
         zo_lr_scale: factor on the learning rate of zo stages.
         seed: of directions, dropout and samplers; default: that of `seed_everything`, else 0.
         timeout: seconds after which a silent neighbour ends the run.
@@ -158,10 +183,15 @@ class HybridOPStrategy(ParallelStrategy):
         queries: int = 1,
         exit_queries: int = 0,
         schedule: str = "hybridop",
+        estimator: Estimator = "loss",
         difference: Difference = "forward",
         exit_baseline: str = "exit",
         epsilon: float | None = None,
         directions: Directions = "microbatch",
+        distribution: Distribution = "normal",
+        shrinkage: bool = False,
+        queries_per_forward: int = 1,
+        perturbation_memory: float = 512.0,
         zo_lr_scale: float = 1.0,
         seed: int | None = None,
         timeout: float = 60.0,
@@ -172,13 +202,23 @@ class HybridOPStrategy(ParallelStrategy):
         **parallel_arguments: Any,
     ) -> None:
         super().__init__(**parallel_arguments)
-        for name, value in (("epsilon", epsilon), ("timeout", timeout), ("zo_lr_scale", zo_lr_scale)):
+        for name, value in (
+            ("epsilon", epsilon),
+            ("timeout", timeout),
+            ("zo_lr_scale", zo_lr_scale),
+            ("perturbation_memory", perturbation_memory),
+        ):
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value}, expected a number above 0.")
-        if directions not in ("microbatch", "minibatch"):
-            raise ValueError(f"directions is {directions!r}, expected 'microbatch' or 'minibatch'.")
-        if data not in ("same", "broadcast"):
-            raise ValueError(f"data is {data!r}, expected 'same' or 'broadcast'.")
+        for name, choice, choices in (
+            ("directions", directions, get_args(Directions)),
+            ("distribution", distribution, get_args(Distribution)),
+            ("data", data, ("same", "broadcast")),
+            ("shrinkage", shrinkage, (True, False)),
+        ):
+            if choice not in choices:
+                expected = " or ".join([", ".join(map(repr, choices[:-1])), repr(choices[-1])])
+                raise ValueError(f"{name} is {choice!r}, expected {expected}.")
         self._plans_itself = plan == AUTO
         if isinstance(plan, (str, Path)):
             plan = None if self._plans_itself else load_plan(plan)
@@ -190,6 +230,8 @@ class HybridOPStrategy(ParallelStrategy):
             "queries": queries,
             "exit_queries": exit_queries,
             "schedule": schedule,
+            "estimator": estimator,
+            "queries_per_forward": queries_per_forward,
             "difference": difference,
             "exit_baseline": exit_baseline,
         }
@@ -197,13 +239,18 @@ class HybridOPStrategy(ParallelStrategy):
         checked = {**self._plan_options}
         if self._plans_itself and micro_batches is None:
             del checked["micro_batches"]
-        Plan(blocks=1, stages=(Stage(first=0, last=1, role="zo"),), **checked)
+        checked_plan = even_plan(blocks=2, stages=2, zo_stages=1, **checked)
+        refuse_row_directions(checked_plan if plan is None else plan, directions)
         pair = isinstance(mini_batch, (tuple, list)) and len(mini_batch) == 2
         if not pair or not all(isinstance(number, int) and number > 0 for number in mini_batch):
             raise ValueError(f"mini_batch is {mini_batch}, expected a number of rows and a number of tokens.")
         self._mini_batch = mini_batch
         self._epsilon = epsilon
         self._directions: Directions = directions
+        self._distribution: Distribution = distribution
+        self._shrinkage = shrinkage
+        self._perturbation_memory = perturbation_memory
+        self._running_exit_loss: float | None = None
         self._zo_lr_scale = zo_lr_scale
         self._seed = seed
         self._timeout = timedelta(seconds=timeout)
@@ -447,6 +494,22 @@ class HybridOPStrategy(ParallelStrategy):
             emulation=self._emulation,
             timeout=self._timeout,
         )
+        self._plan, self._directions = self._within_grouping(self._plan, self._assembly.grouping)
+        self._assembly.engine.plan = self._plan
+
+    def _within_grouping(self, plan: Plan, grouping: Grouping) -> tuple[Plan, Directions]:
+        """Return the plan and the directions as far as the zo stages' adapters go along, with a notice where not."""
+        directions = self._directions
+        if grouping.refusal is not None and directions == "row":
+            directions = "microbatch"
+            rank_zero_warn(f"{grouping.refusal} Each micro-batch has its own directions instead.")
+        reason = grouping.refusal
+        if reason is None and grouping.dropout is not None:
+            reason = f"{grouping.dropout} would give each query another dropout mask."
+        if plan.queries_per_forward > 1 and reason is not None:
+            plan = replace(plan, queries_per_forward=1)
+            rank_zero_warn(f"{reason} Queries run one after the other instead.")
+        return plan, directions
 
     def _place(self, anatomy: Anatomy) -> Plan:
         """Return the plan, having decided which rank is which stage."""
@@ -569,8 +632,10 @@ class HybridOPStrategy(ParallelStrategy):
             has_extras = any(extras.values()) and outputs_are_read(module, "on_train_batch_end")
             return {**recorder.report(), "extras": has_extras, "more": has_extras or bool(watch.changes())}
 
-        def step(micro_batch: int, loss: Callable[..., Any], logging: AbstractContextManager[None]) -> Any:
-            rows = self._on_device(micro_batches[micro_batch])
+        def step(
+            micro_batch: int, loss: Callable[..., Any], logging: AbstractContextManager[None], copies: int = 1
+        ) -> Any:
+            rows = self._on_device(repeat_rows(micro_batches[micro_batch], copies))
             with logging, self.precision_plugin.train_step_context():
                 return loss(rows, *arguments)
 
@@ -591,7 +656,9 @@ class HybridOPStrategy(ParallelStrategy):
                 token_shapes=token_shapes,
                 steps=Steps(
                     base=base,
-                    perturbed=lambda m: step(m, module.training_step, _without_trace(module, recorder)),
+                    perturbed=lambda m, copies: step(
+                        m, module.training_step, _without_trace(module, recorder), copies
+                    ),
                     early_exit=lambda m: step(m, exit_loss, _without_trace(module, recorder)),
                 ),
                 settings=self._estimator_settings(),
@@ -599,7 +666,10 @@ class HybridOPStrategy(ParallelStrategy):
                 step=_batches_processed(trainer.fit_loop.epoch_loop.batch_progress.total),
                 rank_of_stage=self._rank_of_stage,
                 report=report,
+                queries_per_forward=self._queries_per_forward(token_shapes),
+                running_exit_loss=self._running_exit_loss,
             )
+        self._running_exit_loss = running_mean(self._running_exit_loss, self._result.exit_loss)
         self._updates.stash = self._result.gradients
         self._times.add(self._result.timeline)
         replay(module, self._result.report, owns_metrics=self._is_last_stage)
@@ -633,8 +703,21 @@ class HybridOPStrategy(ParallelStrategy):
             seed=self.seed,
             epsilon=self._epsilon or max(DEFAULT_EPSILON[dtype] for dtype in dtypes),
             directions=self._directions,
+            distribution=self._distribution,
+            dimensions=assembly.grouping.dimensions if self._shrinkage else None,
             resolution=max(RESOLUTION[dtype] for dtype in dtypes),
         )
+
+    def _queries_per_forward(self, token_shapes: list[tuple[int, int]]) -> int:
+        """Return how many queries ride in one forward of a mini-batch, the same on all ranks."""
+        _, assembly = self._module_and_assembly()
+        fitting = copies_that_fit(
+            assembly.grouping,
+            token_shapes,
+            directions=self._directions,
+            memory=self._perturbation_memory,
+        )
+        return min(self.plan.queries_per_forward, fitting)
 
     # Validation, test and prediction: forward-only pipelines.
 
@@ -865,6 +948,8 @@ class HybridOPStrategy(ParallelStrategy):
     ) -> None:
         if self.pipelined:
             checkpoint = with_plain_hyper_parameters(checkpoint)
+            if self._running_exit_loss is not None:
+                checkpoint[RUNNING_EXIT_LOSS] = self._running_exit_loss
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -872,6 +957,7 @@ class HybridOPStrategy(ParallelStrategy):
         # Edge hosts share no disk: rank 0 reads the file for all.
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only) if self.is_global_zero else None
         loaded: dict[str, Any] = self.broadcast(checkpoint)
+        self._running_exit_loss = loaded.get(RUNNING_EXIT_LOSS)
         module = self._lightning_module
         if module is not None and module._trainer is not None:
             complete_averages(loaded, module, module.trainer)

@@ -130,7 +130,10 @@ class Updates:
         clip_val: float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip by value, or by the norm over all stages of this rank's role: estimates are far longer than gradients."""
+        """Clip by value, or by the norm over all stages of this rank's role: estimates are far longer than gradients.
+
+        With the adjoint estimator nothing is estimated, and stages of which nobody asks for another limit share a norm.
+        """
         chosen = {stage.role: self._clipping_value(stage.role) for stage in self._stages}
         limits = {role: float(clip_val if own is None else own) for role, own in chosen.items()}
         if not any(limit > 0.0 for limit in limits.values()):
@@ -147,11 +150,14 @@ class Updates:
                 clip_to_value(gradients, limit=limit)
             return
         squares = gather_numbers([square_of_norm(gradients)], self._rank_of_stage)
-        same_role = [
-            square for (square,), stage in zip(squares, self._stages, strict=True) if stage.role == self._role
+        exact = self._engine.plan.estimator == "adjoint" and len(set(limits.values())) == 1
+        together = [
+            square
+            for (square,), stage in zip(squares, self._stages, strict=True)
+            if exact or stage.role == self._role
         ]
         if limit > 0.0:
-            clip_to_norm(gradients, limit=limit, norm=math.fsum(same_role) ** 0.5)
+            clip_to_norm(gradients, limit=limit, norm=math.fsum(together) ** 0.5)
 
     def _clipping_value(self, role: Role) -> float | None:
         return self._hooks.gradient_clip_val(role) if self._hooks else None

@@ -1,6 +1,7 @@
 """The strategy in one process: options, one stage alone, and what needs no peers. Peers: tests/distributed."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ def test_numbers_that_must_be_positive(name: str, value: float) -> None:
         ({"micro_batches": 2.0}, "micro_batches: found 2.0, expected a whole number of at least 1."),
         ({"queries": -1}, "queries: found -1, expected a whole number of at least 0."),
         ({"schedule": "zigzag"}, "schedule: found 'zigzag', expected one of hybridop, gpipe, 1f1b."),
-        ({"difference": "backward"}, "difference: found 'backward', expected one of forward, central."),
-        ({"exit_baseline": "none"}, "exit_baseline: found 'none', expected one of exit, full."),
+        ({"difference": "backward"}, "difference: found 'backward', expected one of forward, central, antithetic."),
+        ({"exit_baseline": "none"}, "exit_baseline: found 'none', expected one of exit, full, running."),
     ],
 )
 def test_a_bad_option_is_refused_before_anything_starts(options: dict[str, Any], message: str) -> None:
@@ -54,9 +55,22 @@ def test_unknown_ways_of_reading_data() -> None:
         HybridOPStrategy(data="rank 0")  # type: ignore[arg-type]
 
 
-def test_unknown_directions() -> None:
-    with pytest.raises(ValueError, match="directions is 'row', expected 'microbatch' or 'minibatch'"):
-        HybridOPStrategy(directions="row")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"directions": "token"}, "directions is 'token', expected 'microbatch', 'minibatch' or 'row'"),
+        ({"distribution": "uniform"}, "distribution is 'uniform', expected 'normal' or 'rademacher'"),
+        ({"shrinkage": "yes"}, "shrinkage is 'yes', expected True or False"),
+        ({"directions": "row"}, "directions is 'row', but the estimator loss knows one loss per micro-batch"),
+        (
+            {"directions": "row", "estimator": "boundary", "exit_queries": 2},
+            "directions is 'row' with exit_queries 2, but an early exit gives one loss per micro-batch",
+        ),
+    ],
+)
+def test_directions_that_cannot_be_drawn(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        HybridOPStrategy(**options)
 
 
 def test_a_plan_file_that_misses_a_block_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,20 +42,34 @@ def row_count(batch: Any) -> int:
 
 def take_rows(batch: Any, rows: int, start: int, stop: int) -> Any:
     """Return rows `[start, stop)` of a batch of `rows` rows; what has no row dimension is passed on as it is."""
+    return _map_rows(batch, rows, lambda part: part[start:stop])
+
+
+def repeat_rows(batch: Any, times: int) -> Any:
+    """Return a batch with all its rows `times` times, one copy after the other; the rest is passed on as it is."""
+
+    def repeated(part: Any) -> Any:
+        return torch.cat([part] * times) if isinstance(part, Tensor) else part * times
+
+    return _map_rows(batch, row_count(batch), repeated) if times > 1 else batch
+
+
+def _map_rows(batch: Any, rows: int, change: Callable[[Any], Any]) -> Any:
+    """Return a batch with `change` applied to its tensors of `rows` rows and to its lists of as many plain items."""
     if isinstance(batch, Tensor):
-        return batch[start:stop] if batch.ndim > 0 and batch.shape[0] == rows else batch
+        return change(batch) if batch.ndim > 0 and batch.shape[0] == rows else batch
     if isinstance(batch, Mapping):
-        sliced: Any = copy.copy(batch)  # keeps what is more than a dict: BatchEncoding, defaultdict
-        sliced.update({key: take_rows(value, rows, start, stop) for key, value in batch.items()})
-        return sliced
+        changed: Any = copy.copy(batch)  # keeps what is more than a dict: BatchEncoding, defaultdict
+        changed.update({key: _map_rows(value, rows, change) for key, value in batch.items()})
+        return changed
     if isinstance(batch, (list, tuple)):
         if len(batch) == rows and not any(True for _ in tensors(batch)):
-            return batch[start:stop]
-        items = [take_rows(value, rows, start, stop) for value in batch]
+            return change(batch)
+        items = [_map_rows(value, rows, change) for value in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         fields = {
-            field.name: take_rows(getattr(batch, field.name), rows, start, stop)
+            field.name: _map_rows(getattr(batch, field.name), rows, change)
             for field in dataclasses.fields(batch)
         }
         return dataclasses.replace(batch, **fields)

@@ -89,13 +89,13 @@ class PacedChannel:
         self._free_at = 0.0
         # Its thread ends when the channel is no longer referred to.
         self._courier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hybridop-link")
-        self._underway: list[Future[None]] = []
+        self._underway: list[tuple[Action, Future[None]]] = []
 
     def send(self, tensor: Tensor, action: Action, dtype: torch.dtype) -> None:
         """Let `tensor` travel over the link as `dtype`."""
         self._free_at = max(self._free_at, time.perf_counter()) + self._transfer
         arrival = self._free_at + self._latency
-        self._underway.append(self._courier.submit(self._deliver, arrival, tensor, action, dtype))
+        self._underway.append((action, self._courier.submit(self._deliver, arrival, tensor, action, dtype)))
 
     def post(self, action: Action, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Announce a receive, as `Channel.post` does."""
@@ -109,10 +109,16 @@ class PacedChannel:
         """Wait for a posted tensor, as `Channel.receive` does."""
         return self._channel.receive(action)
 
+    def wait_until_taken(self, action: Action) -> None:
+        """Wait until what was sent for `action` has been delivered and taken, and all that was sent before."""
+        while any(sent == action for sent, _ in self._underway):
+            self._underway.pop(0)[1].result()
+        self._channel.wait_until_taken(action)
+
     def flush(self) -> None:
         """Wait until every message has been delivered and taken; raises what went wrong with one."""
         while self._underway:
-            self._underway.pop(0).result()
+            self._underway.pop(0)[1].result()
         self._channel.flush()
 
     def abandon(self) -> None:

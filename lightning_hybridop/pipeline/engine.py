@@ -1,8 +1,9 @@
 """Runs one stage's actions with real tensors: the second reader of a schedule."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,15 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybridop.estimation.directions import derive_seed
-from lightning_hybridop.estimation.estimators import Directions, query_key
+from lightning_hybridop.estimation.directions import DirectionKey, Distribution, derive_seed
+from lightning_hybridop.estimation.estimators import Directions, query_key, query_sign
+from lightning_hybridop.estimation.grouped import perturbed_in_groups
 from lightning_hybridop.estimation.perturbation import perturbed
+from lightning_hybridop.pipeline.boundary import InnerProducts
 from lightning_hybridop.pipeline.emulation import Pace, PacedChannel
 from lightning_hybridop.pipeline.random_state import random_state_kept
 from lightning_hybridop.pipeline.stage import StageModel
 from lightning_hybridop.pipeline.transport import Channel
 from lightning_hybridop.planning.plan import Plan
 from lightning_hybridop.schedules.actions import Action, Kind
+from lightning_hybridop.schedules.dependencies import PERTURBED_AHEAD, backwards
 from lightning_hybridop.schedules.timeline import TimedAction
 
 # How many receives are announced ahead of the one that is waited for: enough for a transfer to run beside the
@@ -34,11 +38,12 @@ class StepError(RuntimeError):
 class Steps:
     """The user's step on one micro-batch, in its three uses; each takes the micro-batch's number.
 
-    `base` is the only one whose logging counts. All return what the user's step returns.
+    `perturbed` takes as well how many copies of the micro-batch's rows to run. `base` is the only one whose logging
+    counts. All return what the user's step returns.
     """
 
     base: Callable[[int], Any]
-    perturbed: Callable[[int], Any]
+    perturbed: Callable[[int, int], Any]
     early_exit: Callable[[int], Any]
 
 
@@ -50,6 +55,7 @@ class Perturbation:
     step: int
     epsilon: float
     directions: Directions
+    distribution: Distribution = "normal"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,12 +63,14 @@ class StageOutcome:
     """What one stage knows after a mini-batch.
 
     Losses are keyed by (micro-batch, query or None, sign); the last stage holds `base` and `perturbed`, the exit
-    stage `early_exit`. `gradients` are those of the stage's own backward passes, by parameter name.
+    stage `early_exit`, and `products` with the boundary estimator. `gradients` are those of the stage's own backward
+    passes, by parameter name.
     """
 
     base: dict[tuple[int, int | None, int], float] = field(default_factory=dict)
     perturbed: dict[tuple[int, int | None, int], float] = field(default_factory=dict)
     early_exit: dict[tuple[int, int | None, int], float] = field(default_factory=dict)
+    products: InnerProducts | None = None
     gradients: dict[str, Tensor] = field(default_factory=dict)
     timeline: list[TimedAction] = field(default_factory=list)
 
@@ -83,7 +91,8 @@ class Engine:
         plan: the plan of the whole pipeline.
         stage: which of the plan's stages this is.
         parameters: the trainable parameters that this stage owns, by name.
-        zo_parameters: those of them that a zo stage perturbs.
+        zo_parameters: those of them that a zo stage perturbs, or with the adjoint estimator trains.
+        factors: the layers of `zo_parameters`, if those are LoRA factors that groups of rows can have values of.
         channels: a channel to each neighbouring stage, keyed by that stage.
         width: size D of the hidden state [B, T, D].
         boundary_dtypes: dtype in which stage `i` sends its hidden states, for every stage.
@@ -100,6 +109,7 @@ class Engine:
         stage: int,
         parameters: Mapping[str, nn.Parameter],
         zo_parameters: Mapping[str, nn.Parameter],
+        factors: Mapping[str, nn.Linear] | None = None,
         channels: Mapping[int, Channel | PacedChannel],
         width: int,
         boundary_dtypes: Sequence[torch.dtype],
@@ -112,15 +122,18 @@ class Engine:
         self.stage = stage
         self.parameters = parameters
         self.zo_parameters = zo_parameters
+        self.factors = factors
         self.channels = channels
         self.width = width
         self.boundary_dtypes = boundary_dtypes
         self.device = device
         self.clock_offset = clock_offset
         self.pace = pace
-        self.learns_by_backward = plan.stages[stage].role == "bp"
+        role = plan.stages[stage].role
+        self.learns_by_backward = role == "bp" or (role == "zo" and plan.estimator == "adjoint")
         self.is_last = stage == len(plan.stages) - 1
-        self.sends_gradient = self.learns_by_backward and stage > 0 and plan.stages[stage - 1].role == "bp"
+        self.sends_gradient = self.learns_by_backward and stage > 0 and len(backwards(plan, stage - 1)) > 0
+        self.takes_products = role == "zo" and plan.estimator == "boundary" and stage == plan.exit_stage
 
     def train(
         self,
@@ -139,9 +152,18 @@ class Engine:
         outcome = StageOutcome()
         kept: dict[int, _Kept] = {}
         exit_inputs: dict[int, Tensor | None] = {}
+        if self.takes_products:
+            outcome.products = InnerProducts(_count_perturbed(actions))
+        underway: list[Action] = []
         keeps_exit_input = any(action.kind is Kind.EXIT and action.query is None for action in actions)
         with self._own_gradients(outcome.gradients):
             for position, action in enumerate(actions):
+                if (
+                    action.kind is Kind.PERTURBED
+                    and self.plan.estimator == "boundary"
+                    and not self.takes_products
+                ):
+                    self._keep_few_underway(underway, action)
                 incoming = self._receive(actions, position, token_shapes)
                 if action.kind is Kind.FORWARD and keeps_exit_input:
                     exit_inputs[action.micro_batch] = incoming
@@ -153,9 +175,10 @@ class Engine:
                         case Kind.FORWARD:
                             outgoing = self._forward(action, steps, incoming, kept, outcome)
                         case Kind.BACKWARD:
-                            outgoing = self._backward(action, weights, incoming, kept)
+                            outgoing = self._backward(action, weights, incoming, kept, outcome)
                         case Kind.PERTURBED:
-                            outgoing = self._perturbed(action, steps, incoming, perturbation, outcome)
+                            rows = token_shapes[action.micro_batch][0]
+                            outgoing = self._perturbed(action, steps, incoming, perturbation, rows, outcome)
                         case Kind.EXIT:
                             outgoing = self._early_exit(action, steps, incoming, perturbation, outcome)
                 if self.pace is not None:
@@ -222,11 +245,22 @@ class Engine:
                 end = self.model.hidden(run, received_BTD)
         if self.learns_by_backward:
             kept[action.micro_batch] = _Kept(received_BTD=received_BTD, end=end)
+        if outcome.products is not None:
+            outcome.products.put_base(action.micro_batch, end)
         return None if self.is_last else end
 
     def _backward(
-        self, action: Action, weights: Sequence[float], gradient_BTD: Tensor | None, kept: dict[int, _Kept]
+        self,
+        action: Action,
+        weights: Sequence[float],
+        gradient_BTD: Tensor | None,
+        kept: dict[int, _Kept],
+        outcome: StageOutcome,
     ) -> Tensor | None:
+        if outcome.products is not None:
+            assert gradient_BTD is not None
+            outcome.products.put_gradient(action.micro_batch, gradient_BTD)
+            return None
         micro_batch = kept.pop(action.micro_batch)
         weight = weights[action.micro_batch]
         # A micro-batch without label tokens has a loss of 0/0; its gradient is left out, not multiplied by 0.
@@ -247,15 +281,24 @@ class Engine:
         steps: Steps,
         received_BTD: Tensor | None,
         perturbation: Perturbation,
+        rows: int,
         outcome: StageOutcome,
     ) -> Tensor | None:
         assert action.query is not None
-        with self._moved(action, action.query, perturbation):
+
+        def run() -> Any:
+            return steps.perturbed(action.micro_batch, action.count)
+
+        with self._moved(action, action.query, perturbation, rows=rows):
             if self.is_last:
-                loss = loss_of(self.model.output(lambda: steps.perturbed(action.micro_batch), received_BTD))
+                loss = loss_of(self.model.output(run, received_BTD))
                 outcome.perturbed[action.micro_batch, action.query, action.sign] = float(loss)
                 return None
-            return self.model.hidden(lambda: steps.perturbed(action.micro_batch), received_BTD)
+            hidden_BTD = self.model.hidden(run, received_BTD)
+        if outcome.products is None:
+            return hidden_BTD
+        outcome.products.put_perturbed(action, hidden_BTD)
+        return None
 
     @torch.no_grad()
     def _early_exit(
@@ -279,18 +322,49 @@ class Engine:
                 return None
             return self.model.hidden(lambda: steps.early_exit(action.micro_batch), received_BTD)
 
-    @contextmanager
-    def _moved(self, action: Action, query: int, perturbation: Perturbation) -> Iterator[None]:
-        """Move this stage's zo parameters along the direction of a query; other roles have none to move."""
-        key = query_key(
+    def _moved(
+        self, action: Action, query: int, perturbation: Perturbation, *, rows: int = 1
+    ) -> AbstractContextManager[None]:
+        """Move this stage's zo parameters along the directions of an action; other roles have none to move.
+
+        `query` numbers the first of its directions, `rows` are those of its micro-batch.
+        """
+        row_numbers = range(rows) if perturbation.directions == "row" else (None,)
+        moves = [
+            (
+                self._key(perturbation, action.micro_batch, number, row),
+                query_sign(number, self.plan.difference) * action.sign * perturbation.epsilon,
+            )
+            for number in range(query, query + action.count)
+            for row in row_numbers
+        ]
+        if len(moves) == 1:
+            return perturbed(self.zo_parameters, *moves[0])
+        if not self.zo_parameters:
+            return nullcontext()
+        assert self.factors is not None
+        return perturbed_in_groups(self.factors, moves)
+
+    def _key(self, perturbation: Perturbation, micro_batch: int, query: int, row: int | None) -> DirectionKey:
+        return query_key(
             seed=perturbation.seed,
             step=perturbation.step,
             directions=perturbation.directions,
-            micro_batch=action.micro_batch,
+            micro_batch=micro_batch,
             query=query,
+            row=row,
+            difference=self.plan.difference,
+            distribution=perturbation.distribution,
         )
-        with perturbed(self.zo_parameters, key, action.sign * perturbation.epsilon):
-            yield
+
+    def _keep_few_underway(self, underway: list[Action], action: Action) -> None:
+        """Wait until the next stage has taken all but a few of the perturbed forwards before `action`.
+
+        A slower stage would else find them all in its mailbox. By the schedule's dependencies this ends.
+        """
+        if len(underway) == PERTURBED_AHEAD:
+            self.channels[self.stage + 1].wait_until_taken(underway.pop(0))
+        underway.append(action)
 
     @contextmanager
     def _dropout_of(self, action: Action, perturbation: Perturbation) -> Iterator[None]:
@@ -336,7 +410,8 @@ class Engine:
             source = self._source(action)
             if source is not None and not self.channels[source].is_posted(action):
                 sender = self.stage if action.kind is Kind.BACKWARD else source
-                shape = (*token_shapes[action.micro_batch], self.width)
+                rows, length = token_shapes[action.micro_batch]
+                shape = (rows * action.count, length, self.width)
                 self.channels[source].post(action, shape, self.boundary_dtypes[sender])
         source = self._source(actions[position])
         return None if source is None else self.channels[source].receive(actions[position]).to(self.device)
@@ -357,6 +432,11 @@ class Engine:
                 end=time.perf_counter() + self.clock_offset,
             )
         )
+
+
+def _count_perturbed(actions: Sequence[Action]) -> dict[int, int]:
+    """Return how many perturbed forwards each micro-batch has."""
+    return Counter(action.micro_batch for action in actions if action.kind is Kind.PERTURBED)
 
 
 def loss_of(output: Any) -> Tensor:

@@ -1,43 +1,42 @@
 """One training mini-batch on one stage: run the schedule, share the losses, form the stage's gradient."""
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_hybridop.estimation.estimators import RESOLUTION, Directions, Estimate, Losses, estimate
-from lightning_hybridop.estimation.perturbation import accumulate_direction
-from lightning_hybridop.pipeline.engine import Engine, Perturbation, Steps
+from lightning_hybridop.estimation.estimators import Estimate, Losses
+from lightning_hybridop.pipeline.engine import Engine, Perturbation, StageOutcome, Steps
+from lightning_hybridop.pipeline.estimates import (
+    EstimatorSettings,
+    Measured,
+    Products,
+    estimate_of,
+    estimated_gradients,
+    mean_exit_loss,
+    warn_of_lost_and_drowned,
+)
 from lightning_hybridop.pipeline.exchange import broadcast_json
+from lightning_hybridop.planning.plan import Plan
 from lightning_hybridop.schedules import build_schedule
 from lightning_hybridop.schedules.actions import Action
 from lightning_hybridop.schedules.timeline import TimedAction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EstimatorSettings:
-    """How zo stages estimate: `epsilon` scales the direction, `resolution` is the arithmetic's machine epsilon."""
-
-    seed: int
-    epsilon: float
-    directions: Directions
-    resolution: float = RESOLUTION["float32"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatchResult:
     """What a rank has after a mini-batch: the full loss, its own gradients by parameter name, and what it measured.
 
-    `report` is what the last stage wanted all ranks to know. `estimate` is None without a zo stage.
+    `report` is what the last stage wanted all ranks to know. `estimate` is None without a stage that estimates.
+    `exit_loss` is the mean of the early-exit losses, None without any.
     """
 
     loss: float
     gradients: Mapping[str, Tensor]
     estimate: Estimate | None
+    exit_loss: float | None
     report: Any
     actions: Sequence[tuple[Action, ...]]
     timeline: tuple[TimedAction, ...]
@@ -53,16 +52,23 @@ def train_mini_batch(
     step: int,
     rank_of_stage: Sequence[int],
     report: Callable[[], Any],
+    queries_per_forward: int = 1,
+    running_exit_loss: float | None = None,
 ) -> MiniBatchResult:
     """Run one mini-batch of `len(weights)` micro-batches through the pipeline. Collective.
 
     `report` is called on the last stage after its last action. All ranks return the same loss: the mean of the
-    micro-batch losses by weight.
+    micro-batch losses by weight. `running_exit_loss` is what exits are compared with if the plan says so; without one
+    yet, this mini-batch's own mean is.
     """
-    plan = replace(engine.plan, micro_batches=len(weights))
+    plan = replace(engine.plan, micro_batches=len(weights), queries_per_forward=queries_per_forward)
     schedule = build_schedule(plan)
     perturbation = Perturbation(
-        seed=settings.seed, step=step, epsilon=settings.epsilon, directions=settings.directions
+        seed=settings.seed,
+        step=step,
+        epsilon=settings.epsilon,
+        directions=settings.directions,
+        distribution=settings.distribution,
     )
     outcome = engine.train(
         schedule[engine.stage],
@@ -75,78 +81,70 @@ def train_mini_batch(
     base_list, perturbed_list, shared_report = broadcast_json(message, source=rank_of_stage[-1])
     base = _decode(base_list)
     loss = math.fsum(weight * base[m, None, 1] for m, weight in enumerate(weights) if weight > 0.0)
-    gradients: Mapping[str, Tensor] = outcome.gradients
     result: Estimate | None = None
-    if plan.zo_stages:
-        early_exit: Losses = {}
-        if plan.exit_stage is not None and plan.exit_queries > 0:
-            source = rank_of_stage[plan.exit_stage]
-            early_exit = _decode(broadcast_json(_encode(outcome.early_exit), source=source))
-        result = estimate(
+    exit_loss: float | None = None
+    if plan.exit_stage is not None and plan.estimator != "adjoint":
+        measured = _share(outcome, plan, base, _decode(perturbed_list), rank_of_stage)
+        exit_loss = mean_exit_loss(measured.early_exit)
+        result = estimate_of(
+            measured,
+            plan=plan,
             weights=weights,
-            base=base,
-            perturbed=_decode(perturbed_list),
-            exit_base=early_exit if plan.exit_baseline == "exit" else base,
-            exit_perturbed=early_exit,
-            queries=plan.queries,
-            exit_queries=plan.exit_queries,
-            epsilon=settings.epsilon,
-            directions=settings.directions,
-            difference=plan.difference,
-            seed=settings.seed,
+            rows=[rows for rows, _ in token_shapes],
+            settings=settings,
             step=step,
+            running_exit_loss=exit_loss if running_exit_loss is None else running_exit_loss,
         )
-        _warn_about(result, loss=loss, settings=settings, moved=len(engine.zo_parameters) > 0)
-        if plan.stages[engine.stage].role == "zo":
+        warn_of_lost_and_drowned(
+            result, measured, loss=loss, settings=settings, moved=len(engine.zo_parameters) > 0
+        )
+    gradients: Mapping[str, Tensor] = outcome.gradients
+    if plan.stages[engine.stage].role == "zo":
+        if result is not None:
             gradients = estimated_gradients(engine.zo_parameters, result)
+        else:
+            gradients = {
+                name: gradient for name, gradient in gradients.items() if name in engine.zo_parameters
+            }
     return MiniBatchResult(
         loss=loss,
         gradients=gradients,
         estimate=result,
+        exit_loss=exit_loss,
         report=shared_report,
         actions=schedule,
         timeline=tuple(outcome.timeline),
     )
 
 
-def estimated_gradients(parameters: Mapping[str, nn.Parameter], result: Estimate) -> dict[str, Tensor]:
-    """Replay the directions of an estimate and return the gradient of every parameter in its own dtype.
-
-    Without a single usable direction there is no gradient, and the optimizer leaves the parameters alone.
-    """
-    if not result.coefficients:
-        return {}
-    gradients = {
-        name: torch.zeros_like(parameter, dtype=torch.float32) for name, parameter in parameters.items()
-    }
-    for key, coefficient in result.coefficients:
-        accumulate_direction(gradients, key, coefficient)
-    return {name: gradient.to(parameters[name].dtype) for name, gradient in gradients.items()}
-
-
-def _warn_about(result: Estimate, *, loss: float, settings: EstimatorSettings, moved: bool) -> None:
-    """Warn of lost and of drowned directions; `moved` tells whether this stage has parameters that should show."""
-    if result.dropped:
-        warnings.warn(
-            f"{result.dropped} of {result.dropped + len(result.derivatives)} directions gave a loss that is not "
-            "finite and were dropped; a smaller epsilon or learning rate helps if this goes on.",
-            stacklevel=2,
-        )
-    elif (
-        result.derivatives
-        and result.largest_difference < settings.resolution * abs(loss)
-        and (moved or result.largest_difference > 0.0)
-    ):
-        warnings.warn(
-            f"Perturbed losses differ by at most {result.largest_difference:.1e} from a loss of {loss:.3g}, below what "
-            f"the arithmetic resolves ({settings.resolution * abs(loss):.1e}); use a larger epsilon or float32.",
-            stacklevel=2,
-        )
+def _share(
+    outcome: StageOutcome, plan: Plan, base: Losses, perturbed: Losses, rank_of_stage: Sequence[int]
+) -> Measured:
+    """Return what the exit stage and the last one have measured, on every rank. Collective."""
+    assert plan.exit_stage is not None
+    source = rank_of_stage[plan.exit_stage]
+    early_exit: Losses = {}
+    if plan.exit_queries > 0:
+        early_exit = _decode(broadcast_json(_encode(outcome.early_exit), source=source))
+    products: Products = {}
+    largest_movement = 0.0
+    if plan.estimator == "boundary":
+        own = outcome.products
+        told = None if own is None else (_encode(own.changes), own.largest_movement)
+        encoded, largest_movement = broadcast_json(told, source=source)
+        products = _decode(encoded)
+    return Measured(
+        base=base,
+        perturbed=perturbed,
+        early_exit=early_exit,
+        products=products,
+        largest_movement=largest_movement,
+    )
 
 
-def _encode(losses: Losses) -> list[list[float | int | None]]:
-    return [[micro_batch, query, sign, loss] for (micro_batch, query, sign), loss in losses.items()]
+def _encode(values: Mapping[tuple[int, int | None, int], Any]) -> list[list[Any]]:
+    return [[micro_batch, query, sign, value] for (micro_batch, query, sign), value in values.items()]
 
 
-def _decode(rows: Sequence[Sequence[Any]]) -> dict[tuple[int, int | None, int], float]:
+def _decode(rows: Sequence[Sequence[Any]]) -> dict[tuple[int, int | None, int], Any]:
     return {(row[0], row[1], row[2]): row[3] for row in rows}

@@ -65,6 +65,7 @@ class StageModel:
         self._stand_ins: dict[str, StandIn] = {}
         self._originals: dict[str, nn.Module] = {}
         self._is_whole = False
+        self._own = range(first, last)
 
         self._skipped: dict[str, nn.Module] = {}
         returns_tuple = anatomy.returns_tuple
@@ -92,6 +93,26 @@ class StageModel:
                 self._stand_ins[name] = Dropped(self._originals[name])
         self._install(self._stand_ins)
         _release(self._originals, kept=list(module.parameters()))
+
+    def own_blocks(self) -> dict[int, nn.Module]:
+        """Return the stage's own blocks by their number in the model."""
+        return {index: self.module.get_submodule(self._block_name(index)) for index in self._own}
+
+    def replace_own_blocks(self, blocks: dict[int, nn.Module]) -> None:
+        """Put other modules in the place of the stage's own blocks."""
+        self._install({self._block_name(index): block for index, block in blocks.items()})
+
+    def release_own_blocks(self) -> None:
+        """Move the frozen weights of the stage's own blocks to `meta`, except those that other modules use."""
+        own = self.own_blocks()
+        within = {id(module) for block in own.values() for module in block.modules()}
+        kept = [
+            parameter
+            for module in self.module.modules()
+            if id(module) not in within
+            for parameter in module.parameters(recurse=False)
+        ]
+        _release({self._block_name(index): block for index, block in own.items()}, kept=kept)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -205,6 +226,9 @@ class StageModel:
                 f"The step ended without calling the model's blocks ({self.anatomy.blocks_name}); "
                 "call the model in every step, and exactly once in training_step."
             )
+
+    def _block_name(self, index: int) -> str:
+        return f"{self.anatomy.blocks_name}.{index}"
 
     def _install(self, modules: dict[str, Any]) -> None:
         for name, child in modules.items():

@@ -54,7 +54,7 @@ class Channel:
         self._description = description
         self._timeout = timeout
         self._posted: dict[Action, _Posted] = {}
-        self._sent: list[tuple[dist.Work, Tensor]] = []
+        self._sent: list[tuple[Action, dist.Work, Tensor]] = []
 
     def send(self, tensor: Tensor, action: Action, dtype: torch.dtype) -> None:
         """Start sending `tensor` as `dtype`; returns at once."""
@@ -64,7 +64,7 @@ class Channel:
         except RuntimeError as error:
             raise self._lost(action, "did not take", error) from error
         assert work is not None
-        self._sent.append((work, wire))
+        self._sent.append((action, work, wire))
 
     def post(self, action: Action, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Announce that a tensor of this shape and dtype will be received."""
@@ -92,17 +92,23 @@ class Channel:
         posted = self._posted.pop(action)
         return posted.wire.view(posted.dtype)
 
+    def wait_until_taken(self, action: Action) -> None:
+        """Wait until the neighbour has taken what was sent for `action`, and all that was sent before."""
+        while any(sent == action for sent, _, _ in self._sent):
+            self._await_oldest()
+
     def flush(self) -> None:
         """Wait until every send has been taken by the neighbour."""
         while self._sent:
-            try:
-                self._sent[0][0].wait(self._timeout)
-            except RuntimeError as error:
-                raise TransportError(
-                    f"{self._description} did not take a message within {self._timeout.total_seconds():g} s "
-                    f"({_first_line(error)}); look at that stage's own error first."
-                ) from error
-            self._sent.pop(0)
+            self._await_oldest()
+
+    def _await_oldest(self) -> None:
+        action, work, _ = self._sent[0]
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            raise self._lost(action, "did not take", error) from error
+        self._sent.pop(0)
 
     def abandon(self) -> None:
         """Forget all pending messages, after a failure."""

@@ -11,18 +11,25 @@ from lightning_hybridop.planning.fields import check_number, check_whole, checke
 
 Role = Literal["zo", "bp", "frozen"]
 ScheduleName = Literal["hybridop", "gpipe", "1f1b"]
-Difference = Literal["forward", "central"]
-ExitBaseline = Literal["exit", "full"]
+Estimator = Literal["loss", "boundary", "adjoint"]
+Difference = Literal["forward", "central", "antithetic"]
+ExitBaseline = Literal["exit", "full", "running"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
+ExecutorName = Literal["torch", "openvino", "onnxruntime"]
+WeightsName = Literal["int8"]
 
 MOST_PASSES = 4096
 """The most micro-batches, and queries of each, that a schedule is made for."""
+
+PERTURBED_AHEAD = 8
+"""With the boundary estimator, how many perturbed forwards a stage is ahead of the next one at most: they wait there."""
 
 _FIGURES = ("predicted", "measured")
 
 _HEADER = """\
 # A stage runs the blocks `first` to `last` - 1 as zo (learns from perturbations), bp (back-propagates) or frozen
-# (learns nothing). It may also have a name, a device and a dtype, and relative times: speed, backward, transfer."""
+# (learns nothing). It may also have a name, a device, a dtype, an executor and its weights, and relative times:
+# speed, backward, transfer."""
 
 
 class PlanError(ValueError):
@@ -33,9 +40,11 @@ class PlanError(ValueError):
 class Stage:
     """One device's contiguous range `[first, last)` of transformer blocks.
 
-    `name` is that of the cluster's device it was planned for. `dtype` is what its frozen weights are cast to (None:
-    left as loaded). Schedules are made for relative times: a forward of one block takes `1 / speed` units, a backward
-    `backward` forwards, and a hidden state or gradient `transfer` units to the next stage or back.
+    `name` is that of the cluster's device it was planned for. `executor` runs its blocks: torch, or an inference
+    runtime where nothing back-propagates, which may keep its frozen `weights` as int8. `dtype` is what frozen weights
+    are cast to, in a runtime the precision of its arithmetic (None: left as loaded). Schedules are made for relative
+    times: a forward of one block takes `1 / speed` units, a backward `backward` forwards, and a hidden state or
+    gradient `transfer` units to the next stage or back.
     """
 
     first: int
@@ -44,6 +53,8 @@ class Stage:
     name: str | None = None
     device: str = "cpu"
     dtype: DTypeName | None = None
+    executor: ExecutorName = "torch"
+    weights: WeightsName | None = None
     speed: float = 1.0
     backward: float = 2.0
     transfer: float = 0.0
@@ -76,7 +87,11 @@ class Figures:
 class Plan:
     """A pipeline over a model of `blocks` transformer blocks.
 
-    `micro_batches` is M, `queries` Q and `exit_queries` Q' of the paper. What was `predicted` and `measured` of a plan
+    `micro_batches` is M, `queries` Q and `exit_queries` Q' of the paper. zo stages learn by one `estimator`: from
+    differences of the "loss", which need every perturbed forward to run to the end; at the "boundary", from what the
+    first bp stage sends back, where perturbed forwards end at the last zo stage and `queries_per_forward` of them may
+    ride together; or from exact "adjoint" gradients, for which they go back as bp stages do and nothing is perturbed. An
+    "antithetic" `difference` walks a query's direction backwards in the next query. What was `predicted` and `measured` of a plan
     is part of its file, not of what it is: plans that differ in nothing else are equal.
 
     Raises:
@@ -88,6 +103,8 @@ class Plan:
     micro_batches: int = 4
     queries: int = 1
     exit_queries: int = 0
+    estimator: Estimator = "loss"
+    queries_per_forward: int = 1
     schedule: ScheduleName = "hybridop"
     difference: Difference = "forward"
     exit_baseline: ExitBaseline = "exit"
@@ -99,6 +116,8 @@ class Plan:
         check_whole("micro_batches", self.micro_batches, 1, MOST_PASSES, error=PlanError)
         check_whole("queries", self.queries, 0, MOST_PASSES, error=PlanError)
         check_whole("exit_queries", self.exit_queries, 0, MOST_PASSES, error=PlanError)
+        check_whole("queries_per_forward", self.queries_per_forward, 1, MOST_PASSES, error=PlanError)
+        _check_choice("estimator", self.estimator, get_args(Estimator))
         _check_choice("schedule", self.schedule, get_args(ScheduleName))
         _check_choice("difference", self.difference, get_args(Difference))
         _check_choice("exit_baseline", self.exit_baseline, get_args(ExitBaseline))
@@ -123,6 +142,7 @@ class Plan:
                 f"exit_queries: found {self.exit_queries} without a zo stage to exit from; set it to 0 or give a stage "
                 "the role zo."
             )
+        _check_estimator(self)
 
     @property
     def zo_stages(self) -> tuple[int, ...]:
@@ -256,6 +276,18 @@ def _check_stage(index: int, stage: Any) -> None:
     check_whole(f"{where}.last", stage.last, 0, error=PlanError)
     _check_choice(f"{where}.role", stage.role, get_args(Role))
     _check_choice(f"{where}.dtype", stage.dtype, (None, *get_args(DTypeName)))
+    _check_choice(f"{where}.executor", stage.executor, get_args(ExecutorName))
+    _check_choice(f"{where}.weights", stage.weights, (None, *get_args(WeightsName)))
+    if stage.executor != "torch" and stage.role == "bp":
+        raise PlanError(
+            f"{where}.executor: found {stage.executor} on a bp stage, but an inference runtime does not back-propagate; use "
+            "torch, or give the stage another role."
+        )
+    if stage.weights is not None and stage.executor == "torch":
+        raise PlanError(
+            f"{where}.weights: found {stage.weights} with the executor torch, but only an inference runtime has it; choose "
+            "such an executor, or leave it out."
+        )
     if stage.last <= stage.first:
         raise PlanError(
             f"{where}.last: found {stage.last} with first {stage.first}, expected a larger number; give the stage at "
@@ -309,3 +341,30 @@ def _check_role_order(stages: tuple[Stage, ...]) -> None:
                 f"stages[{index}].role: found {stages[index].role} behind a bp stage, but gradients cannot cross a "
                 "forward-only stage; put zo and frozen stages before all bp stages."
             )
+
+
+def _check_estimator(plan: Plan) -> None:
+    """Check that zo stages are given what their estimator needs; without zo stages there is nothing to estimate."""
+    if plan.queries_per_forward > 1 and plan.estimator != "boundary":
+        raise PlanError(
+            f"queries_per_forward: found {plan.queries_per_forward} with the estimator {plan.estimator}, but only with "
+            "boundary do queries ride together; set it to 1."
+        )
+    if plan.estimator == "loss" or plan.exit_stage is None:
+        return
+    behind = plan.stages[plan.exit_stage + 1].role if plan.exit_stage + 1 < len(plan.stages) else None
+    if behind != "bp":
+        raise PlanError(
+            f"estimator: found {plan.estimator} with {behind or 'no stage'} behind the last zo stage, but its gradient "
+            "comes from a bp stage there; add one, or use the estimator loss."
+        )
+    for index in range(plan.zo_stages[0], plan.exit_stage):
+        if plan.stages[index].role == "frozen":
+            raise PlanError(
+                f"stages[{index}].role: found frozen behind a zo stage, but the estimator {plan.estimator} needs zo stages "
+                "next to each other; put frozen stages before them, or use the estimator loss."
+            )
+    if plan.estimator == "adjoint" and plan.exit_queries > 0:
+        raise PlanError(
+            f"exit_queries: found {plan.exit_queries} with the estimator adjoint, which perturbs nothing; set it to 0."
+        )

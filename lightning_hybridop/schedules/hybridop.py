@@ -4,7 +4,7 @@ import heapq
 
 from lightning_hybridop.planning.plan import Plan
 from lightning_hybridop.schedules.actions import Action, Kind, Schedule
-from lightning_hybridop.schedules.dependencies import dependencies, expected_actions
+from lightning_hybridop.schedules.dependencies import crossing, dependencies, expected_actions
 from lightning_hybridop.schedules.timeline import TimedAction, Timeline
 
 _MOST_URGENT_FIRST = (Kind.BACKWARD, Kind.FORWARD, Kind.PERTURBED, Kind.EXIT)
@@ -24,11 +24,11 @@ def hybridop(plan: Plan) -> Schedule:
 def hybridop_timeline(plan: Plan) -> Timeline:
     """Return the event simulation behind `hybridop`, in units of one block's forward at speed 1, ordered by start.
 
-    A transfer keeps its direction of the link busy until it arrives; others queue behind it. The bp stage `i` (from the first one) holds at most `|D_G| - i` micro-batches between forward and backward, which
-    is the memory that the paper's model grants it.
+    A transfer keeps its direction of the link busy until it arrives; others queue behind it. The bp stage `i` (from the
+    first one) holds at most `|D_G| - i` micro-batches between forward and backward, which is the memory that the paper's
+    model grants it. With the boundary estimator what a zo stage does with a gradient takes no time.
     """
     stages = range(len(plan.stages))
-    duration = [stage.forward_time for stage in plan.stages]
     room = [
         len(stages) - stage if plan.stages[stage].role == "bp" else plan.micro_batches for stage in stages
     ]
@@ -61,7 +61,7 @@ def hybridop_timeline(plan: Plan) -> Timeline:
             _, action = heapq.heappop(ready[stage][kind])
             if plan.stages[stage].role == "bp":
                 room[stage] += (kind is Kind.BACKWARD) - (kind is Kind.FORWARD)
-            end = now + duration[stage] * (plan.stages[stage].backward if kind is Kind.BACKWARD else 1)
+            end = now + _duration(plan, stage, action)
             idle.remove(stage)
             timeline.append(TimedAction(stage=stage, action=action, start=now, end=end))
             heapq.heappush(events, (end, False, stage, (kind.value, *_rank(action)), action))
@@ -76,7 +76,7 @@ def hybridop_timeline(plan: Plan) -> Timeline:
                 idle.add(stage)
                 unlocked = []
                 for target, later in unlocks.get((stage, action), ()):
-                    transfer = plan.stages[min(stage, target)].transfer if stage != target else 0.0
+                    transfer = plan.stages[min(stage, target)].transfer * crossing(target, later, stage)
                     if transfer == 0.0:
                         unlocked.append((target, later))
                         continue
@@ -87,6 +87,14 @@ def hybridop_timeline(plan: Plan) -> Timeline:
                 missing[target, later] -= 1
                 if missing[target, later] == 0:
                     heapq.heappush(ready[target][later.kind], (_rank(later), later))
+
+
+def _duration(plan: Plan, stage: int, action: Action) -> float:
+    if action.kind is not Kind.BACKWARD:
+        return plan.stages[stage].forward_time * action.count
+    if plan.stages[stage].role == "zo" and plan.estimator == "boundary":
+        return 0.0
+    return plan.stages[stage].forward_time * plan.stages[stage].backward
 
 
 def _rank(action: Action) -> tuple[int, int, int]:

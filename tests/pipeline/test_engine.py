@@ -65,7 +65,7 @@ class Run:
         return engine.train(
             build_schedule(engine.plan)[0],
             steps=Steps(
-                base=self._step("base"), perturbed=self._step("perturbed"), early_exit=self._step("exit")
+                base=self._step("base"), perturbed=lambda m, _: self._step("perturbed")(m), early_exit=self._step("exit")
             ),
             token_shapes=[(2, 7)] * MICRO_BATCHES,
             weights=weights,

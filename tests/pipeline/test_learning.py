@@ -13,7 +13,8 @@ from lightning_hybridop.estimation.directions import DirectionKey, direction
 from lightning_hybridop.estimation.estimators import Directions
 from lightning_hybridop.pipeline.anatomy import read_anatomy
 from lightning_hybridop.pipeline.engine import Engine, Steps
-from lightning_hybridop.pipeline.learning import EstimatorSettings, MiniBatchResult, train_mini_batch
+from lightning_hybridop.pipeline.estimates import EstimatorSettings
+from lightning_hybridop.pipeline.learning import MiniBatchResult, train_mini_batch
 from lightning_hybridop.pipeline.stage import StageModel
 from lightning_hybridop.planning.plan import Plan, Stage
 from tests.pipeline.plain import PlainModel, plain_step
@@ -61,7 +62,7 @@ def train(
         engine,
         weights=weights,
         token_shapes=[(3, 5)] * len(weights),
-        steps=Steps(base=step, perturbed=step, early_exit=step),
+        steps=Steps(base=step, perturbed=lambda m, _: step(m), early_exit=step),
         settings=EstimatorSettings(seed=SEED, epsilon=epsilon, directions=directions),
         step=STEP,
         rank_of_stage=[0],

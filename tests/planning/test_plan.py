@@ -9,8 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hybridop.planning.plan import (
+    Estimator,
+    ExecutorName,
     Plan,
     PlanError,
+    Role,
     Stage,
     even_plan,
     load_plan,
@@ -102,8 +105,11 @@ def test_even_plan_refuses(arguments: dict[str, Any], message: str) -> None:
         ({"queries": True}, "queries: found True, expected a whole number of at least 0."),
         ({"exit_queries": -1}, "exit_queries: found -1, expected a whole number of at least 0."),
         ({"schedule": "pipedream"}, "schedule: found 'pipedream', expected one of hybridop, gpipe, 1f1b."),
-        ({"difference": "backward"}, "difference: found 'backward', expected one of forward, central."),
-        ({"exit_baseline": None}, "exit_baseline: found None, expected one of exit, full."),
+        (
+            {"difference": "backward"},
+            "difference: found 'backward', expected one of forward, central, antithetic.",
+        ),
+        ({"exit_baseline": None}, "exit_baseline: found None, expected one of exit, full, running."),
         ({"stages": ()}, "stages: found none, expected at least one;"),
         ({"stages": list(STAGES)}, "stages: found list, expected a tuple of Stage."),
         ({"stages": None}, "stages: found NoneType, expected a tuple of Stage."),
@@ -170,6 +176,35 @@ def test_even_plan_refuses(arguments: dict[str, Any], message: str) -> None:
             {"stages": (replace(STAGES[0], role="frozen"), *STAGES[1:])},
             "exit_queries: found 1 without a zo stage to exit from;",
         ),
+        (
+            {"stages": with_last(executor="openvino")},
+            "stages[2].executor: found openvino on a bp stage, but an inference runtime does not back-propagate;",
+        ),
+        (
+            {"stages": with_last(executor="tensorrt")},
+            "stages[2].executor: found 'tensorrt', expected one of torch, openvino, onnxruntime.",
+        ),
+        (
+            {"stages": (replace(STAGES[0], weights="int8"), *STAGES[1:])},
+            "stages[0].weights: found int8 with the executor torch,",
+        ),
+        (
+            {"stages": (replace(STAGES[0], executor="openvino", weights="int4"), *STAGES[1:])},
+            "stages[0].weights: found 'int4', expected one of None, int8.",
+        ),
+        ({"estimator": "spsa"}, "estimator: found 'spsa', expected one of loss, boundary, adjoint."),
+        ({"queries_per_forward": 0}, "queries_per_forward: found 0, expected a whole number of at least 1."),
+        (
+            {"queries_per_forward": 2},
+            "queries_per_forward: found 2 with the estimator loss, but only with boundary",
+        ),
+        *(
+            (
+                {"estimator": estimator, "queries_per_forward": 1},
+                f"estimator: found {estimator} with frozen behind the last zo stage,",
+            )
+            for estimator in ("boundary", "adjoint")
+        ),
     ],
 )
 def test_a_plan_that_cannot_run_is_refused(change: dict[str, Any], message: str) -> None:
@@ -177,6 +212,50 @@ def test_a_plan_that_cannot_run_is_refused(change: dict[str, Any], message: str)
         replace(PLAN, **change)
 
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("roles", "options", "message"),
+    [
+        (["zo", "zo"], {"estimator": "boundary"}, "estimator: found boundary with no stage behind the last"),
+        (
+            ["zo", "frozen", "zo", "bp"],
+            {"estimator": "boundary"},
+            "stages[1].role: found frozen behind a zo stage, but the estimator boundary needs zo stages next to",
+        ),
+        (
+            ["zo", "bp"],
+            {"estimator": "adjoint", "exit_queries": 1},
+            "exit_queries: found 1 with the estimator adjoint, which perturbs nothing; set it to 0.",
+        ),
+        (
+            ["zo", "bp"],
+            {"estimator": "adjoint", "queries_per_forward": 2},
+            "queries_per_forward: found 2 with",
+        ),
+    ],
+)
+def test_an_estimator_that_cannot_have_what_it_needs_is_refused(
+    roles: list[Role], options: dict[str, Any], message: str
+) -> None:
+    stages = tuple(Stage(first=index, last=index + 1, role=role) for index, role in enumerate(roles))
+
+    with pytest.raises(PlanError) as error:
+        Plan(blocks=len(roles), stages=stages, **options)
+
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "roles", [["bp", "bp"], ["frozen", "bp"], ["frozen", "frozen", "zo", "zo", "bp"], ["frozen"]]
+)
+@pytest.mark.parametrize("estimator", ["boundary", "adjoint"])
+def test_estimators_stand_behind_frozen_stages_and_do_not_matter_without_zo_stages(
+    roles: list[Role], estimator: Estimator
+) -> None:
+    stages = tuple(Stage(first=index, last=index + 1, role=role) for index, role in enumerate(roles))
+
+    assert Plan(blocks=len(roles), stages=stages, estimator=estimator).estimator == estimator
 
 
 @pytest.mark.parametrize(
@@ -210,6 +289,8 @@ def test_a_saved_plan_is_one_that_a_person_can_read(tmp_path: Path) -> None:
         "micro_batches: 2",
         "queries: 3",
         "exit_queries: 1",
+        "estimator: loss",
+        "queries_per_forward: 1",
         "schedule: 1f1b",
         "difference: forward",
         "exit_baseline: exit",
@@ -243,6 +324,9 @@ DEVICES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20) | st.sa
 )
 
 
+EXECUTORS: list[ExecutorName] = ["torch", "openvino", "onnxruntime"]
+
+
 @st.composite
 def written_plans(draw: st.DrawFn) -> Plan:
     """Draw a legal plan with any value in every field."""
@@ -253,6 +337,10 @@ def written_plans(draw: st.DrawFn) -> Plan:
             name=draw(st.none() | DEVICES),
             device=draw(DEVICES),
             dtype=draw(st.sampled_from([None, "float32", "bfloat16", "float16"])),
+            executor=(executor := draw(st.sampled_from(EXECUTORS))) if stage.role != "bp" else "torch",
+            weights=draw(st.sampled_from([None, "int8"]))
+            if stage.role != "bp" and executor != "torch"
+            else None,
             speed=draw(st.floats(min_value=1e-12, max_value=1e15)),
         )
         for stage in plan.stages

@@ -53,6 +53,41 @@ def test_1f1b_order() -> None:
     )
 
 
+BOUNDARY = even_plan(
+    blocks=3,
+    stages=3,
+    zo_stages=2,
+    micro_batches=2,
+    queries=3,
+    exit_queries=1,
+    estimator="boundary",
+    queries_per_forward=2,
+)
+ADJOINT = even_plan(blocks=3, stages=3, zo_stages=2, micro_batches=3, estimator="adjoint")
+
+
+def test_gpipe_order_with_the_other_estimators() -> None:
+    assert texts(gpipe(BOUNDARY)) == (
+        "F0 F1 P1.0 P1.2 P0.0 P0.2 X0.0 X1.0",
+        "F0 F1 B1 B0 P1.0 P1.2 P0.0 P0.2 X0 X1 X0.0 X1.0",
+        "F0 F1 B1 B0",
+    )
+    assert texts(gpipe(ADJOINT)) == ("F0 F1 F2 B2 B1 B0",) * 3
+
+
+def test_1f1b_order_with_the_other_estimators() -> None:
+    assert texts(one_forward_one_backward(BOUNDARY)) == (
+        "F0 F1 P1.0 P1.2 P0.0 P0.2 X0.0 X1.0",
+        "F0 F1 P1.0 P1.2 B0 P0.0 P0.2 B1 X0 X1 X0.0 X1.0",
+        "F0 B0 F1 B1",
+    )
+    assert texts(one_forward_one_backward(ADJOINT)) == (
+        "F0 F1 F2 B0 B1 B2",
+        "F0 F1 B0 F2 B1 B2",
+        "F0 B0 F1 B1 F2 B2",
+    )
+
+
 def test_1f1b_with_fewer_micro_batches_than_stages() -> None:
     plan = even_plan(blocks=3, stages=3, micro_batches=1)
 

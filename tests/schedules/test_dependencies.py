@@ -8,8 +8,10 @@ from lightning_hybridop.schedules.actions import Action, Kind
 from lightning_hybridop.schedules.dependencies import (
     ScheduleError,
     check_schedule,
+    crossing,
     dependencies,
     expected_actions,
+    perturbed_forwards,
 )
 
 F0, F1, B0, B1 = (Action(kind=kind, micro_batch=m) for kind in (Kind.FORWARD, Kind.BACKWARD) for m in (0, 1))
@@ -42,10 +44,56 @@ def test_the_exit_baseline_runs_on_the_exit_stage_alone(plan: Plan) -> None:
     assert [baseline in expected_actions(plan, stage) for stage in range(4)] == [False, True, False, False]
     for other in (
         replace(plan, exit_baseline="full"),
+        replace(plan, exit_baseline="running"),
         replace(plan, difference="central"),
         replace(plan, exit_queries=0),
     ):
         assert baseline not in expected_actions(other, 1)
+    assert baseline in expected_actions(replace(plan, difference="antithetic"), 1)
+
+
+def test_at_the_boundary_perturbed_forwards_wait_for_gradients_and_for_slower_stages(plan: Plan) -> None:
+    plan = replace(plan, estimator="boundary", micro_batches=4, queries=5, queries_per_forward=2)
+
+    def perturbed(micro_batch: int, query: int, count: int = 2) -> Action:
+        return Action(kind=Kind.PERTURBED, micro_batch=micro_batch, query=query, count=count)
+
+    # Three forwards for each micro-batch; the last four of all twelve come first.
+    order = [(2, 4), (3, 0), (3, 2), (3, 4), *((m, query) for m in (0, 1, 2) for query in (0, 2, 4))][:12]
+    expected = [perturbed(m, query, 1 if query == 4 else 2) for m, query in order]
+    assert perturbed_forwards(plan, 0) == perturbed_forwards(plan, 1) == expected
+    assert perturbed_forwards(plan, 2) == []
+    assert dependencies(plan, 0, expected[0]) == ()
+    assert set(dependencies(plan, 0, expected[9])) == {(0, expected[8]), (1, expected[1])}
+    assert set(dependencies(plan, 1, expected[2])) == {
+        (0, expected[2]),
+        (1, expected[1]),
+        (1, Action(kind=Kind.FORWARD, micro_batch=3)),
+    }
+    assert set(dependencies(plan, 1, expected[5])) == {
+        (0, expected[5]),
+        (1, expected[4]),
+        (1, F0),
+        (1, B0),
+    }
+    assert set(dependencies(plan, 1, B0)) == {(1, F0), (2, B0)}
+    assert B0 not in expected_actions(plan, 0)
+
+
+def test_with_adjoints_zo_stages_go_back_and_nothing_is_perturbed(plan: Plan) -> None:
+    plan = replace(plan, estimator="adjoint", exit_queries=0)
+
+    assert [expected_actions(plan, stage) for stage in range(4)] == [frozenset({F0, F1, B0, B1})] * 4
+    assert set(dependencies(plan, 0, B0)) == {(0, F0), (1, B0)}
+
+
+def test_what_crosses_a_link() -> None:
+    riding = Action(kind=Kind.PERTURBED, micro_batch=0, query=0, count=3)
+
+    assert crossing(1, riding, 0) == 3
+    assert crossing(0, riding, 1) == 0  # only waits until the next stage has taken an earlier one
+    assert crossing(1, F0, 0) == crossing(1, B0, 2) == 1
+    assert crossing(1, B0, 1) == 0
 
 
 def test_a_schedule_that_does_all_work_is_accepted() -> None:

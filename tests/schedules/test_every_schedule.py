@@ -1,8 +1,11 @@
+import random
+from itertools import product
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_hybridop.planning.plan import Plan, Role, ScheduleName, Stage, even_plan
+from lightning_hybridop.planning.plan import Estimator, Plan, Role, ScheduleName, Stage, even_plan
 from lightning_hybridop.schedules import SCHEDULES, build_schedule
 from lightning_hybridop.schedules.actions import Action, Kind
 from lightning_hybridop.schedules.forward_only import forward_only
@@ -35,6 +38,56 @@ def test_stages_of_one_role(name: ScheduleName, role: Role, stages: int) -> None
         )
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("estimator", ["boundary", "adjoint"])
+def test_every_mixture_of_zo_and_bp_stages(name: ScheduleName, estimator: Estimator) -> None:
+    together = (1, 2, 5) if estimator == "boundary" else (1,)
+    for zo, bp, micro_batches, queries, count in product((1, 2, 3), (1, 2), (1, 2, 5), (0, 1, 5), together):
+        plan = even_plan(
+            blocks=zo + bp,
+            stages=zo + bp,
+            zo_stages=zo,
+            micro_batches=micro_batches,
+            queries=queries,
+            estimator=estimator,
+            queries_per_forward=count,
+            schedule=name,
+        )
+        check_all_work_is_done(plan)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@ROBUST
+@given(data=st.data(), seed=st.integers(0, 2**32))
+def test_few_perturbed_hidden_states_wait_for_a_gradient_or_a_slower_stage(
+    name: ScheduleName, data: st.DataObject, seed: int
+) -> None:
+    plan = data.draw(plans(schedule=name, estimators=["boundary"]))
+    durations = random.Random(seed)
+
+    # The order was made for other durations than the stages turn out to have.
+    times = execute(
+        plan,
+        build_schedule(plan),
+        lambda *_: durations.choice([0.1, 1.0, 10.0]) * durations.uniform(0.5, 1.5),
+    ).times
+
+    if plan.exit_stage is None:
+        return
+    signs = 2 if plan.difference == "central" else 1
+    last = times[plan.exit_stage]
+    gradients = {action.micro_batch: end for action, (_, end) in last.items() if action.kind is Kind.BACKWARD}
+    made = {action: end for action, (_, end) in last.items() if action.kind is Kind.PERTURBED}
+    for moment in made.values():
+        waiting = [a.count for a, end in made.items() if end <= moment < gradients[a.micro_batch]]
+        assert sum(waiting) <= signs * plan.queries_per_forward * plan.micro_batches
+    for stage in range(plan.exit_stage):
+        sent = {a: end for a, (_, end) in times[stage].items() if a.kind is Kind.PERTURBED}
+        for moment in sent.values():
+            underway = [a for a, end in sent.items() if end <= moment and times[stage + 1][a][0] >= moment]
+            assert len(underway) <= 8
+
+
 def check_all_work_is_done(plan: Plan) -> None:
     """Check that every stage does its work once, and that all of it can be executed."""
     schedule = build_schedule(plan)
@@ -43,7 +96,7 @@ def check_all_work_is_done(plan: Plan) -> None:
 
     assert len(schedule) == len(plan.stages)
     for stage, actions in enumerate(schedule):
-        done = sorted([(str(a.kind), a.micro_batch, a.query, a.sign) for a in actions], key=str)
+        done = sorted([(str(a.kind), a.micro_batch, a.query, a.sign, a.count) for a in actions], key=str)
         assert done == work_of(plan, stage)
     assert execution.unread == []
 
@@ -66,7 +119,8 @@ def test_holds_few_activations(name: ScheduleName, data: st.DataObject) -> None:
 def test_gpipe_holds_all_activations(plan: Plan) -> None:
     execution = execute(plan, build_schedule(plan))
 
-    expected = [plan.micro_batches if stage.role == "bp" else 0 for stage in plan.stages]
+    goes_back = ("bp", "zo") if plan.estimator == "adjoint" else ("bp",)
+    expected = [plan.micro_batches if stage.role in goes_back else 0 for stage in plan.stages]
     assert execution.most_held == expected
 
 
