@@ -1,6 +1,7 @@
 """Puts together what one process runs of a pipeline: its part of the model, its neighbours, its engine."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -47,6 +48,7 @@ def assemble(
     perturbable: set[str] | None,
     emulation: Emulation | None,
     timeout: timedelta,
+    notice: Callable[[str], None],
 ) -> Assembly:
     """Cut `module` down to this rank's stage and connect it to its neighbours. Collective.
 
@@ -60,6 +62,7 @@ def assemble(
         perturbable: names of the parameters that zo stages may perturb, None for all.
         emulation: times to keep to, in the place of other devices.
         timeout: how long to wait for a neighbour.
+        notice: told what of the plan the zo stages' adapters do not go along with.
 
     Raises:
         CutError: the plan asks for an early exit around something that is trained.
@@ -78,7 +81,10 @@ def assemble(
     }
     names = [f"{anatomy.blocks_name}.{i}" for i in range(plan.stages[stage].first, plan.stages[stage].last)]
     blocks = {name: module.get_submodule(name) for name in names}
-    factors, grouping = grouping_of(module, blocks, zo_parameters, width=anatomy.width)
+    factors, own_grouping = grouping_of(module, blocks, zo_parameters, width=anatomy.width)
+    groupings = gather_in_order(own_grouping, rank_of_stage)
+    grouping = common_grouping([groupings[i] for i in plan.zo_stages])
+    plan = _within_grouping(plan, grouping, notice)
     engine = Engine(
         model=model,
         plan=plan,
@@ -104,13 +110,12 @@ def assemble(
     )
     # Under autocast the blocks compute in less than they hold, and send what they hold.
     arithmetic = tuple(dtype if autocast is None else autocast for dtype in dtypes)
-    groupings = gather_in_order(grouping, rank_of_stage)
     return Assembly(
         owned=owned,
         engine=engine,
         calls=calls,
         arithmetic=arithmetic,
-        grouping=common_grouping([groupings[i] for i in plan.zo_stages]),
+        grouping=grouping,
     )
 
 
@@ -138,6 +143,17 @@ def gather_in_order(value: Any, rank_of_stage: list[int]) -> list[Any]:
     if len(rank_of_stage) > 1:
         dist.all_gather_object(gathered, value)
     return [gathered[rank] for rank in rank_of_stage]
+
+
+def _within_grouping(plan: Plan, grouping: Grouping, notice: Callable[[str], None]) -> Plan:
+    """Return the plan with one query in a forward where several cannot ride together."""
+    reason = grouping.refusal
+    if reason is None and grouping.dropout is not None:
+        reason = f"{grouping.dropout} would give each query another dropout mask."
+    if plan.queries_per_forward == 1 or reason is None:
+        return plan
+    notice(f"{reason} Queries run one after the other instead.")
+    return replace(plan, queries_per_forward=1)
 
 
 def _rank() -> int:

@@ -69,7 +69,6 @@ from lightning_hybridop.pipeline.batches import (
     token_shape,
 )
 from lightning_hybridop.pipeline.emulation import Emulation
-from lightning_hybridop.pipeline.engine import Steps
 from lightning_hybridop.pipeline.estimates import EstimatorSettings
 from lightning_hybridop.pipeline.exchange import (
     broadcast_json,
@@ -77,7 +76,7 @@ from lightning_hybridop.pipeline.exchange import (
     check_same_batch,
     gather_numbers,
 )
-from lightning_hybridop.pipeline.grouping import Grouping, copies_that_fit
+from lightning_hybridop.pipeline.grouping import copies_that_fit
 from lightning_hybridop.pipeline.learning import MiniBatchResult, train_mini_batch
 from lightning_hybridop.pipeline.measured import MiniBatchTimes
 from lightning_hybridop.pipeline.ownership import (
@@ -90,6 +89,7 @@ from lightning_hybridop.pipeline.ownership import (
 from lightning_hybridop.pipeline.packing import can_be_packed
 from lightning_hybridop.pipeline.stand_ins import StandIn
 from lightning_hybridop.pipeline.weights import lacks_values, materialise
+from lightning_hybridop.pipeline.work import Steps
 from lightning_hybridop.placement import check_given_plan, check_process_count, place_evenly
 from lightning_hybridop.planning.plan import Estimator, Plan, Role, even_plan, load_plan, save_plan
 from lightning_hybridop.refusals import (
@@ -493,23 +493,13 @@ class HybridOPStrategy(ParallelStrategy):
             perturbable=None if self._hooks is None else {name for name, _ in self._hooks.zo_parameters()},
             emulation=self._emulation,
             timeout=self._timeout,
+            notice=rank_zero_warn,
         )
-        self._plan, self._directions = self._within_grouping(self._plan, self._assembly.grouping)
-        self._assembly.engine.plan = self._plan
-
-    def _within_grouping(self, plan: Plan, grouping: Grouping) -> tuple[Plan, Directions]:
-        """Return the plan and the directions as far as the zo stages' adapters go along, with a notice where not."""
-        directions = self._directions
-        if grouping.refusal is not None and directions == "row":
-            directions = "microbatch"
-            rank_zero_warn(f"{grouping.refusal} Each micro-batch has its own directions instead.")
-        reason = grouping.refusal
-        if reason is None and grouping.dropout is not None:
-            reason = f"{grouping.dropout} would give each query another dropout mask."
-        if plan.queries_per_forward > 1 and reason is not None:
-            plan = replace(plan, queries_per_forward=1)
-            rank_zero_warn(f"{reason} Queries run one after the other instead.")
-        return plan, directions
+        self._plan = self._assembly.engine.plan
+        refusal = self._assembly.grouping.refusal
+        if self._directions == "row" and refusal is not None:
+            self._directions = "microbatch"
+            rank_zero_warn(f"{refusal} Each micro-batch has its own directions instead.")
 
     def _place(self, anatomy: Anatomy) -> Plan:
         """Return the plan, having decided which rank is which stage."""

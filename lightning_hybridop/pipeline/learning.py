@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_hybridop.estimation.estimators import Estimate, Losses
-from lightning_hybridop.pipeline.engine import Engine, Perturbation, StageOutcome, Steps
+from lightning_hybridop.pipeline.engine import Engine
 from lightning_hybridop.pipeline.estimates import (
     EstimatorSettings,
     Measured,
@@ -19,6 +19,7 @@ from lightning_hybridop.pipeline.estimates import (
     warn_of_lost_and_drowned,
 )
 from lightning_hybridop.pipeline.exchange import broadcast_json
+from lightning_hybridop.pipeline.work import Perturbation, StageOutcome, Steps
 from lightning_hybridop.planning.plan import Plan
 from lightning_hybridop.schedules import build_schedule
 from lightning_hybridop.schedules.actions import Action

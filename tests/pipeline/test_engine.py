@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from lightning_hybridop.estimation.directions import derive_seed
 from lightning_hybridop.estimation.estimators import estimate
 from lightning_hybridop.pipeline.anatomy import read_anatomy
-from lightning_hybridop.pipeline.engine import Engine, Perturbation, StageOutcome, StepError, Steps, loss_of
+from lightning_hybridop.pipeline.engine import Engine
 from lightning_hybridop.pipeline.stage import StageModel
+from lightning_hybridop.pipeline.work import Perturbation, StageOutcome, StepError, Steps, loss_of
 from lightning_hybridop.planning.plan import Plan, Role, Stage
 from lightning_hybridop.schedules import build_schedule
 from tests.tiny import VOCABULARY, tiny_llama
@@ -65,7 +66,9 @@ class Run:
         return engine.train(
             build_schedule(engine.plan)[0],
             steps=Steps(
-                base=self._step("base"), perturbed=lambda m, _: self._step("perturbed")(m), early_exit=self._step("exit")
+                base=self._step("base"),
+                perturbed=lambda m, _: self._step("perturbed")(m),
+                early_exit=self._step("exit"),
             ),
             token_shapes=[(2, 7)] * MICRO_BATCHES,
             weights=weights,

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from lightning_hybridop.estimation.directions import DirectionKey, direction
 from lightning_hybridop.estimation.estimators import Directions
 from lightning_hybridop.pipeline.anatomy import read_anatomy
-from lightning_hybridop.pipeline.engine import Engine, Steps
+from lightning_hybridop.pipeline.engine import Engine
 from lightning_hybridop.pipeline.estimates import EstimatorSettings
 from lightning_hybridop.pipeline.learning import MiniBatchResult, train_mini_batch
 from lightning_hybridop.pipeline.stage import StageModel
+from lightning_hybridop.pipeline.work import Steps
 from lightning_hybridop.planning.plan import Plan, Stage
 from tests.pipeline.plain import PlainModel, plain_step
 
