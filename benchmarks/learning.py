@@ -48,8 +48,8 @@ class Task:
 
 
 TASKS = {
-    "agnews": Task(rows=4, length=64, steps=60, held_out=100),
-    "multirc": Task(rows=4, length=128, steps=30, held_out=12),
+    "agnews": Task(rows=4, length=48, steps=40, held_out=100),
+    "multirc": Task(rows=4, length=96, steps=16, held_out=12),
 }
 
 
@@ -61,7 +61,7 @@ def main() -> int:
     parser.add_argument("--data", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"))
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"

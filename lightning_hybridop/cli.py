@@ -59,6 +59,12 @@ def _profile(overrides: Sequence[str], flags: frozenset[str]) -> None:
     profile(overrides)
 
 
+def _gradients(overrides: Sequence[str], flags: frozenset[str]) -> None:
+    from lightning_hybridop.commands.gradients import gradients
+
+    gradients(overrides, plot="--plot" in flags)
+
+
 COMMANDS = {
     "fit": Command(
         purpose="fine-tune a language model over the stages of a plan",
@@ -80,6 +86,12 @@ COMMANDS = {
     ),
     "profile": Command(
         purpose="measure this machine for the planner", help=texts.PROFILE, run=_profile, flags={}
+    ),
+    "gradients": Command(
+        purpose="compare each estimator with the true gradient",
+        help=texts.GRADIENTS,
+        run=_gradients,
+        flags={"--plot": "--plot"},
     ),
 }
 

@@ -16,6 +16,24 @@ def tiny_llama(
     *, blocks: int = 6, dropout: float = 0.0, seed: int = 0, rank: int = 2, layers: list[int] | None = None
 ) -> nn.Module:
     """Return a random Llama of hidden size 16 with LoRA of this rank on q and v, both factors random."""
+    bare = bare_llama(blocks=blocks, seed=seed)
+    lora = LoraConfig(
+        r=rank,
+        target_modules=["q_proj", "v_proj"],
+        lora_dropout=dropout,
+        layers_to_transform=layers,
+        task_type="CAUSAL_LM",
+    )
+    model = get_peft_model(bare, lora)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def bare_llama(*, blocks: int = 6, seed: int = 0) -> LlamaForCausalLM:
+    """Return the random Llama without an adapter; what draws numbers next goes on from `seed`."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -29,19 +47,7 @@ def tiny_llama(
         bos_token_id=1,
         eos_token_id=2,
     )
-    lora = LoraConfig(
-        r=rank,
-        target_modules=["q_proj", "v_proj"],
-        lora_dropout=dropout,
-        layers_to_transform=layers,
-        task_type="CAUSAL_LM",
-    )
-    model = get_peft_model(LlamaForCausalLM(config), lora)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                nn.init.normal_(parameter, std=0.1)
-    return model
+    return LlamaForCausalLM(config)
 
 
 class TinyModule(lightning.LightningModule):

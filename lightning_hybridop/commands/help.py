@@ -14,6 +14,8 @@ often used options (name=value; --show prints all):
   strategy.queries=<Q>              perturbations per micro-batch on zo stages
   strategy.exit_queries=<Q'>        further perturbations that leave at the last zo stage
   strategy.micro_batches=<M>        slices of a mini-batch
+  strategy.estimator=<name>         loss, boundary or adjoint: how zo stages learn
+  strategy.directions=<whose>       microbatch, minibatch or row: what draws directions of its own
   strategy.epsilon=<size>           size of a perturbation
   cluster.zo_role=frozen            zo stages only compute: what the others learn by themselves
   plan=<file>                       a plan file in the place of cluster and the options above
@@ -60,6 +62,8 @@ _PLAN_OPTIONS = """\
   micro_batches=<M>               slices of a mini-batch; null takes the best
   queries=<Q>                     perturbations per micro-batch; auto: as many as fit into idle time
   exit_queries=<Q'>               further perturbations that leave at the last zo stage; auto: likewise
+  estimator=loss|boundary|adjoint    how zo stages learn: differences of the loss; the gradient that the first bp stage
+                                  sends back, where perturbations end at the last zo stage; or exact gradients
   objective=makespan|paper        what is minimised: the estimated iteration time, or the published formula
   use_all=true                    leave no device out
 """
@@ -89,6 +93,7 @@ and timeline.png.
 examples:
   hybridop plan cluster=paper_3b workload=llama3_2_3b queries=12
   hybridop plan cluster=paper_8b workload=llama3_1_8b queries=auto exit_queries=auto
+  hybridop plan cluster=paper_3b workload=llama3_2_3b queries=12 estimator=boundary
   hybridop plan workload=smollm2_135m 'cluster.devices=[{{profile: measured/profile.yaml, count: 2}}]'
 """
 )
@@ -132,6 +137,7 @@ DAPPLE, Asteroid and HybridOP. Writes comparison.csv, comparison.json and compar
   micro_batches=<M>               slices of a mini-batch, the same for all methods
   queries=<Q>                     perturbations per micro-batch
   exit_queries=<Q'>               further perturbations that leave at the last zo stage
+  estimator=loss|boundary|adjoint    how zo stages learn in HybridOP; the other two have a row each
 """
     + _COMMON
     + """\
@@ -163,4 +169,31 @@ options (name=value; --show prints all):
 examples:
   hybridop profile model=smollm2
   hybridop profile model=smollm2 processes=2
+"""
+
+GRADIENTS = """\
+usage: hybridop gradients [name=value ...] [--plot] [--show]
+
+Compares what each estimator makes of one mini-batch with the true gradient of the zo stages: cosine and ratio of the
+norms, over all zo stages and for each, and what it takes: forwards through the whole model, seconds of all stages' work,
+bytes sent between stages. Runs in this process, and writes gradients.csv.
+
+choices of each group (name=choice):
+{groups}
+
+options (name=value; --show prints all):
+  queries=[1,3,12]                  numbers of perturbations to compare with
+  strategy.micro_batches=<M>        slices of the mini-batch
+  strategy.epsilon=<size>           size of a perturbation
+  strategy.distribution=rademacher  directions of 1 and -1
+  plan=<file>                       a plan file in the place of cluster
+  warm_up=<steps>                   exact training steps before gradients are compared
+  folder=<folder>                   where the files go
+
+flags:
+  --plot            also draw gradients.png, cosine against forward work
+
+examples:
+  hybridop gradients
+  hybridop gradients data=agnews cluster=local_2zo_2bp queries=[3,12,48] --plot
 """

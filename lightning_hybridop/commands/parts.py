@@ -27,7 +27,16 @@ from lightning_hybridop.planning.planner import checked_layout
 from lightning_hybridop.simulation.predict import with_prediction
 from lightning_hybridop.strategy import HybridOPStrategy
 
-PLAN_OPTIONS = ("micro_batches", "queries", "exit_queries", "schedule", "difference", "exit_baseline")
+PLAN_OPTIONS = (
+    "micro_batches",
+    "queries",
+    "exit_queries",
+    "schedule",
+    "estimator",
+    "queries_per_forward",
+    "difference",
+    "exit_baseline",
+)
 """The options of `strategy` that are part of a plan."""
 
 
@@ -82,6 +91,7 @@ def _planned(config: DictConfig) -> Plan:
         exit_queries=_passes(strategy.exit_queries, signs),
         objective="makespan",
         use_all=config.use_all,
+        estimator=strategy.estimator,
     )
     blocks = config.model.blocks or _count_blocks(config.model.name)
     if prediction.plan.blocks != blocks:
@@ -89,7 +99,8 @@ def _planned(config: DictConfig) -> Plan:
             f"{config.model.name} has {blocks} blocks, but the workload {prediction.workload.architecture.name} that the "
             f"cluster was planned for has {prediction.plan.blocks}; choose a workload and a model of as many blocks."
         )
-    options = {name: strategy[name] for name in ("schedule", "difference", "exit_baseline")}
+    planned = ("micro_batches", "queries", "exit_queries", "estimator")
+    options = {name: strategy[name] for name in PLAN_OPTIONS if name not in planned}
     plan = dataclasses.replace(
         prediction.plan,
         queries=prediction.plan.queries // signs,

@@ -28,6 +28,12 @@ class InnerProducts:
         self._gradients: dict[int, Tensor] = {}
         self._waiting: dict[int, list[tuple[Action, Tensor]]] = {}
 
+    @property
+    def held(self) -> int:
+        """How many hidden states and gradients are held."""
+        waiting = [moved for of_one in self._waiting.values() for _, moved in of_one]
+        return len(self._base) + len(self._gradients) + sum(len(moved) for moved in waiting)
+
     def put_base(self, micro_batch: int, hidden_BTD: Tensor) -> None:
         """Take the unperturbed hidden state of a micro-batch."""
         if self._left.get(micro_batch):

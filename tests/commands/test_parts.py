@@ -84,6 +84,18 @@ def test_a_central_difference_costs_two_passes_and_stays_one_query() -> None:
     ]
 
 
+def test_a_run_is_planned_for_its_estimator() -> None:
+    loss, boundary = (
+        run_plan(configured("recipe=emulated_3b", "strategy.queries=4", f"strategy.estimator={estimator}"))
+        for estimator in ("loss", "boundary")
+    )
+
+    assert (loss.estimator, boundary.estimator) == ("loss", "boundary")
+    assert loss.predicted is not None
+    assert boundary.predicted is not None
+    assert boundary.predicted.iteration_seconds < loss.predicted.iteration_seconds
+
+
 def test_one_device_alone_is_no_pipeline_to_emulate() -> None:
     config = configured(
         "recipe=emulated_3b", "cluster.devices=[{profile: jetson-orin-nx-16gb}]", "use_all=false"

@@ -13,6 +13,7 @@ from lightning_hybridop.estimation.directions import DirectionKey, derive_seed, 
 KEY = DirectionKey(seed=1, step=2, micro_batch=3, query=4)
 NAME = "blocks.0.lora_A"
 SHAPE = torch.Size([3, 5])
+RADEMACHER = "2846ea1a0e5e1e69790f7a5d81361c6781dbfb09576300fa6cfbb8041b81a966"
 
 
 def hashed(tensor: Tensor) -> str:
@@ -115,3 +116,22 @@ def test_derived_seeds_are_63_bits_wide_and_differ_by_every_part() -> None:
     assert len(seeds) == 12
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert max(seeds) > 2**59
+
+
+def test_rademacher_directions_have_elements_of_one_size_and_both_signs() -> None:
+    key = replace(KEY, distribution="rademacher")
+    z = direction(key, NAME, torch.Size([101, 33]))
+
+    assert set(z.unique().tolist()) == {-1.0, 1.0}
+    # 3333 fair signs: six standard deviations.
+    assert abs(float(z.sum())) < 6 * 3333**0.5
+    assert z.equal(direction(key, NAME, torch.Size([101, 33])))
+    assert direction(key, NAME, torch.Size([])).abs() == 1.0
+    assert hashed(direction(key, NAME, SHAPE)) == RADEMACHER
+
+
+def test_every_row_has_a_direction_of_its_own() -> None:
+    rows = [direction(replace(KEY, row=row), NAME, SHAPE) for row in (None, 0, 1)]
+
+    for first, second in itertools.combinations(rows, 2):
+        assert not torch.isclose(first, second).any()

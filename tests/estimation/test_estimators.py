@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hybridop.estimation.directions import DirectionKey, direction
+from lightning_hybridop.estimation.directions import DirectionKey, Distribution, direction
 from lightning_hybridop.estimation.estimators import (
     DEFAULT_EPSILON,
     RESOLUTION,
@@ -19,6 +19,9 @@ from lightning_hybridop.estimation.estimators import (
     Losses,
     estimate,
     query_key,
+    query_sign,
+    running_mean,
+    shrinkage,
 )
 from lightning_hybridop.estimation.perturbation import perturbed
 
@@ -348,3 +351,84 @@ def test_cosine_to_the_true_gradient() -> None:
         drawn = estimates(loss=loss, point=point, queries=queries, repetitions=300, difference="forward")
         cosine = torch.nn.functional.cosine_similarity(drawn, gradient[None]).mean()
         assert float(cosine) == pytest.approx((queries / (DIMENSIONS + queries)) ** 0.5, rel=0.25)
+
+
+# Antithetic pairs, rows, shrinkage.
+
+
+def test_antithetic_pairs_are_the_central_difference_at_half_the_queries() -> None:
+    pairs = measured(weights=(0.25, 0.75), queries=4, difference="antithetic")
+    # Query 2k + 1 measured what a central difference's second half does.
+    central = replace(
+        pairs,
+        queries=2,
+        difference="central",
+        perturbed={
+            (m, query, sign): pairs.perturbed[m, 2 * query + (sign == -1), 1]
+            for m, query, sign in product(range(2), range(2), (1, -1))
+        },
+    )
+    found, expected = pairs.estimate(), central.estimate()
+
+    doubled = {replace(key, query=2 * key.query): value for key, value in expected.coefficients}
+    assert dict(found.coefficients) == pytest.approx(doubled)
+    assert [value for _, value in found.derivatives] == pytest.approx(
+        [value for _, value in expected.derivatives]
+    )
+
+
+def test_an_odd_query_of_an_antithetic_pair_walks_backwards() -> None:
+    assert [query_sign(query, "antithetic") for query in range(4)] == [1, -1, 1, -1]
+    assert {query_sign(query, difference) for query in range(4) for difference in ("forward", "central")} == {
+        1
+    }
+
+
+def test_rows_have_directions_of_their_own_and_the_weight_of_their_micro_batch() -> None:
+    rows = [(0, 0), (0, 1), (1, 0)]
+    case = measured(weights=(0.25, 0.25, 0.75), queries=2)
+    arguments = {name: getattr(case, name) for name in case.__slots__}
+
+    result = estimate(**{**arguments, "directions": "row"}, rows=rows)
+
+    own = {(key.micro_batch, key.row, key.query): coefficient for key, coefficient in result.coefficients}
+    by_unit = {(key.micro_batch, key.query): value for key, value in case.estimate().coefficients}
+    assert own == pytest.approx({(*rows[unit], query): value for (unit, query), value in by_unit.items()})
+
+
+@pytest.mark.parametrize("distribution", ["normal", "rademacher"])
+def test_shrinkage_brings_an_estimate_as_near_to_the_gradient_as_scaling_can(
+    distribution: Distribution,
+) -> None:
+    dimensions, directions, trials = 6, 4, 6000
+    gradient = torch.linspace(-1, 2, dimensions, dtype=torch.float64)
+    keys = [
+        DirectionKey(seed=0, step=trial, micro_batch=None, query=query, distribution=distribution)
+        for trial in range(trials)
+        for query in range(directions)
+    ]
+    z = torch.stack([direction(key, "p", torch.Size([dimensions])).double() for key in keys])
+    estimates = ((z @ gradient)[:, None] * z).reshape(trials, directions, dimensions).mean(dim=1)
+    best = float((estimates @ gradient).mean() / estimates.square().sum(dim=1).mean())
+
+    factor = shrinkage(directions=directions, dimensions=dimensions, distribution=distribution)
+
+    assert factor == pytest.approx(best, rel=0.03)
+    assert shrinkage(directions=3, dimensions=0, distribution=distribution) <= 1.0
+
+
+def test_an_estimate_is_shrunk_by_its_number_of_directions() -> None:
+    case = measured(weights=(0.5, 0.5), queries=2)
+    arguments = {name: getattr(case, name) for name in case.__slots__}
+
+    shrunk = estimate(**arguments, dimensions=10)
+
+    whole = dict(case.estimate().coefficients)
+    assert dict(shrunk.coefficients) == pytest.approx({key: value * 4 / 15 for key, value in whole.items()})
+
+
+def test_a_running_mean_starts_with_its_first_value_and_keeps_it_without_another() -> None:
+    assert running_mean(None, None) is None
+    assert running_mean(None, 2.0) == 2.0
+    assert running_mean(2.0, None) == 2.0
+    assert running_mean(2.0, 3.0) == pytest.approx(2.1)

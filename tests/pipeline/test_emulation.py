@@ -1,3 +1,4 @@
+import dataclasses
 import time
 from typing import Any, cast
 
@@ -35,6 +36,20 @@ def emulation(scale: float = 1.0) -> Emulation:
 )
 def test_each_kind_of_action_has_its_own_time(action: Action, seconds: float) -> None:
     assert action_seconds(TIMES, action) == seconds
+
+
+def test_queries_that_ride_together_take_their_time_one_after_the_other() -> None:
+    riding = Action(kind=Kind.PERTURBED, micro_batch=1, query=2, count=3)
+
+    assert action_seconds(TIMES, riding) == pytest.approx(0.06)
+
+
+def test_what_takes_a_device_no_time_is_never_too_slow() -> None:
+    instant = dataclasses.replace(TIMES, backward=0.0)
+    pace = Pace(Emulation(stages=(instant,), links=()), 0)
+    for _ in range(3):
+        pace.hold(B, time.perf_counter() - 1.0)
+        pace.end_mini_batch()
 
 
 @pytest.mark.parametrize("scale", [0.5, 2.0])
