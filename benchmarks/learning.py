@@ -162,9 +162,7 @@ def parts(data: str, task: Task, seed: int, learning_rate: float) -> tuple[Any, 
             max_length=task.length,
             seed=seed,
         )
-    module = LabelWordClassifier(
-        learning_rate=learning_rate, label_words=LABEL_WORDS, per_question=True
-    )
+    module = LabelWordClassifier(learning_rate=learning_rate, label_words=LABEL_WORDS, per_question=True)
     questions = folder / "multirc"
     return module, MultiRCData(
         train=questions / "train.jsonl",

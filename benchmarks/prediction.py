@@ -8,19 +8,16 @@ deviation; writes prediction.csv.
 """
 
 import argparse
-import csv
 import dataclasses
-import multiprocessing
 import os
-import socket
 import statistics
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from processes import run_ranks
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -29,9 +26,11 @@ from lightning_hybridop.devices.library import load_profiles
 from lightning_hybridop.planning.cluster import Cluster, cluster_from_dict
 from lightning_hybridop.planning.costs import layout_times
 from lightning_hybridop.planning.plan import Plan
-from lightning_hybridop.planning.planner import plan_pipeline
+from lightning_hybridop.planning.planner import PlannedPipeline, plan_pipeline
 from lightning_hybridop.planning.workload import Workload, workload_from_dict
+from lightning_hybridop.reporting.predictions import write_csv
 from lightning_hybridop.simulation.predict import simulate_layout
+from lightning_hybridop.simulation.simulator import Simulation
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 WORKLOADS = {"paper_3b": "llama3_2_3b", "paper_8b": "llama3_1_8b"}
@@ -88,17 +87,12 @@ def main() -> int:
         rows += [row(case, *figures) for case, figures in zip(cases, measured, strict=True)]
     report(console, rows)
     options.output.mkdir(parents=True, exist_ok=True)
-    with (options.output / "prediction.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(options.output / "prediction.csv", rows)
     return 0
 
 
 def planned_cases(name: str, *, seconds: float) -> list[Case]:
     """Return the cases of one cluster, each with the planner's layout of all of its devices."""
-    from lightning_hybridop.pipeline.emulation import Emulation
-
     cluster, workload = configured(name, WORKLOADS[name])
     cases = []
     for schedule, micro_batches, queries, exit_queries in CASES:
@@ -110,20 +104,24 @@ def planned_cases(name: str, *, seconds: float) -> list[Case]:
             exit_queries=exit_queries,
             use_all=True,
         )
-        plan = dataclasses.replace(pipeline.plan, schedule=schedule)
-        stages, links = layout_times(pipeline.costs, pipeline.layout)
-        simulation = simulate_layout(pipeline.costs, pipeline.layout, plan)
-        scale = seconds / simulation.makespan
-        cases.append(
-            Case(
-                cluster=name,
-                plan=plan,
-                emulation=Emulation(stages=stages, links=links, time_scale=scale),
-                iteration_seconds=simulation.makespan * scale,
-                comu_ti=simulation.comu_ti,
-            )
-        )
+        pipeline = dataclasses.replace(pipeline, plan=dataclasses.replace(pipeline.plan, schedule=schedule))
+        simulation = simulate_layout(pipeline.costs, pipeline.layout, pipeline.plan)
+        cases.append(emulated_case(name, pipeline, simulation, scale=seconds / simulation.makespan))
     return cases
+
+
+def emulated_case(cluster: str, pipeline: PlannedPipeline, simulation: Simulation, *, scale: float) -> Case:
+    """Return the run of a planned pipeline in which everything takes `scale` times as long as simulated."""
+    from lightning_hybridop.pipeline.emulation import Emulation
+
+    stages, links = layout_times(pipeline.costs, pipeline.layout)
+    return Case(
+        cluster=cluster,
+        plan=pipeline.plan,
+        emulation=Emulation(stages=stages, links=links, time_scale=scale),
+        iteration_seconds=simulation.makespan * scale,
+        comu_ti=simulation.comu_ti,
+    )
 
 
 def configured(cluster: str, workload: str) -> tuple[Cluster, Workload]:
@@ -138,50 +136,12 @@ def configured(cluster: str, workload: str) -> tuple[Cluster, Workload]:
 
 def run(cases: list[Case], *, steps: int) -> list[tuple[float, float]]:
     """Run the cases one after the other in the same processes; return the measured seconds and Comu_ti of each."""
-    ranks = len(cases[0].plan.stages)
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = [
-        context.Process(target=run_rank, args=(answers, rank, ranks, port, cases, steps))
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        failure, figures = answers.get(timeout=LIMIT)
-    finally:
-        for process in processes:
-            process.join(timeout=10.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
-    if failure is not None:
-        sys.exit(failure)
-    return list(figures)
+    return list(run_ranks(train_each, len(cases[0].plan.stages), cases, steps, limit=LIMIT))
 
 
-def run_rank(answers: Any, rank: int, ranks: int, port: int, cases: list[Case], steps: int) -> None:
-    """Train each case for a few steps as one of the processes that torchrun would start."""
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(ranks),
-        LOCAL_WORLD_SIZE=str(ranks),
-        GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_RUN_ID="benchmark",
-        GLOO_SOCKET_IFNAME="lo",
-    )
-    try:
-        figures = [train(case, steps) for case in cases]
-        if rank == 0:
-            answers.put((None, figures))
-    except BaseException:
-        answers.put((f"rank {rank}:\n{traceback.format_exc()}", None))
+def train_each(cases: list[Case], steps: int) -> list[tuple[float, float]]:
+    """Train each case for a few steps, as one of the processes."""
+    return [train(case, steps) for case in cases]
 
 
 def train(case: Case, steps: int) -> tuple[float, float]:

@@ -13,13 +13,14 @@ from lightning_hybridop.pipeline.anatomy import Anatomy, CutError, find_language
 from lightning_hybridop.pipeline.emulation import Emulation, Pace, PacedChannel
 from lightning_hybridop.pipeline.engine import Engine
 from lightning_hybridop.pipeline.exchange import clock_offset
+from lightning_hybridop.pipeline.executors import install
 from lightning_hybridop.pipeline.grouping import Grouping, common_grouping, grouping_of
 from lightning_hybridop.pipeline.model_calls import ModelCalls
 from lightning_hybridop.pipeline.ownership import block_dtype, frozen_dtype, owned_parameters
 from lightning_hybridop.pipeline.stage import StageModel
 from lightning_hybridop.pipeline.transport import Channel
 from lightning_hybridop.pipeline.weights import check_materialised, materialise
-from lightning_hybridop.planning.plan import Plan
+from lightning_hybridop.planning.plan import Plan, Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,15 @@ def assemble(
     groupings = gather_in_order(own_grouping, rank_of_stage)
     grouping = common_grouping([groupings[i] for i in plan.zo_stages])
     plan = _within_grouping(plan, grouping, notice)
+    part = plan.stages[stage]
+    if part.executor != "torch":
+        install(
+            model,
+            executor=part.executor,
+            dtype=part.dtype,
+            weights=part.weights,
+            needs_vjp=estimates and plan.estimator == "adjoint",
+        )
     engine = Engine(
         model=model,
         plan=plan,
@@ -108,8 +118,9 @@ def assemble(
         language_model=find_language_model(module, anatomy.blocks_name),
         last_rank=rank_of_stage[-1],
     )
-    # Under autocast the blocks compute in less than they hold, and send what they hold.
-    arithmetic = tuple(dtype if autocast is None else autocast for dtype in dtypes)
+    arithmetic = tuple(
+        _arithmetic(part, dtype, autocast) for part, dtype in zip(plan.stages, dtypes, strict=True)
+    )
     return Assembly(
         owned=owned,
         engine=engine,
@@ -122,7 +133,7 @@ def assemble(
 def stage_model(module: nn.Module, anatomy: Anatomy, *, plan: Plan, stage: int) -> StageModel:
     """Cut `module` down to a stage, in the stage's dtype, and read what it needs of weights that are not read yet."""
     part = plan.stages[stage]
-    if part.dtype is not None:
+    if part.dtype is not None and part.executor == "torch":  # what else computes has weights of its own
         frozen_dtype(module, getattr(torch, part.dtype))
     model = StageModel(
         module,
@@ -154,6 +165,14 @@ def _within_grouping(plan: Plan, grouping: Grouping, notice: Callable[[str], Non
         return plan
     notice(f"{reason} Queries run one after the other instead.")
     return replace(plan, queries_per_forward=1)
+
+
+def _arithmetic(stage: Stage, held: torch.dtype, autocast: torch.dtype | None) -> torch.dtype:
+    """Return what the blocks of a stage compute in, given the dtype of what they hold and send."""
+    if stage.executor != "torch":
+        named: torch.dtype = getattr(torch, stage.dtype or "float32")
+        return named
+    return held if autocast is None else autocast
 
 
 def _rank() -> int:

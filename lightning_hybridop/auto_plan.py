@@ -121,6 +121,8 @@ def _planned(cluster: Cluster, workload: Workload, options: Mapping[str, Any]) -
         queries=signs * options["queries"],
         exit_queries=signs * options["exit_queries"],
         exit_baseline=options["exit_baseline"],
+        estimator=options.get("estimator", "loss"),
+        queries_per_forward=signs * options.get("queries_per_forward", 1),
         use_all=True,
     )
     others = {name: value for name, value in options.items() if name != "micro_batches"}

@@ -65,6 +65,12 @@ def _gradients(overrides: Sequence[str], flags: frozenset[str]) -> None:
     gradients(overrides, plot="--plot" in flags)
 
 
+def _export(overrides: Sequence[str], flags: frozenset[str]) -> None:
+    from lightning_hybridop.commands.export import export
+
+    export(overrides)
+
+
 COMMANDS = {
     "fit": Command(
         purpose="fine-tune a language model over the stages of a plan",
@@ -86,6 +92,12 @@ COMMANDS = {
     ),
     "profile": Command(
         purpose="measure this machine for the planner", help=texts.PROFILE, run=_profile, flags={}
+    ),
+    "export": Command(
+        purpose="write a stage as ONNX, for the compilers of other devices",
+        help=texts.EXPORT,
+        run=_export,
+        flags={},
     ),
     "gradients": Command(
         purpose="compare each estimator with the true gradient",

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from lightning_hybridop.callbacks import ComuTi, PeakMemory
-from lightning_hybridop.commands.parts import factory, run_plan, run_strategy
+from lightning_hybridop.commands.parts import factory, run_module, run_plan, run_strategy
 from lightning_hybridop.planning.plan import save_plan
 from lightning_hybridop.reporting import Change, run_summary
 
@@ -40,9 +40,10 @@ def fit(config: DictConfig, folder: Path) -> None:
     L.seed_everything(config.seed, workers=True, verbose=False)
 
     # The parts, each named by the configuration.
-    strategy = run_strategy(config, run_plan(config))
+    plan = run_plan(config)
+    strategy = run_strategy(config, plan)
     data = factory(config.data)()
-    module = factory(config.model, without=("name", "blocks"))(config.model.name)
+    module = run_module(config, plan)
     comu_ti = ComuTi()
     memory = PeakMemory()
     chosen = [factory(callback)() for callback in config.callbacks.values() if callback is not None]

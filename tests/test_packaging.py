@@ -79,7 +79,7 @@ def test_every_dependency_has_a_tested_version() -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     lines = setup["options"]["install_requires"].splitlines()
-    for extra in ("demo", "viz", "test"):
+    for extra in ("demo", "viz", "openvino", "onnx", "test"):
         lines += setup["options.extras_require"][extra].splitlines()
     names = {
         line.replace("<", ">").split(">")[0].lower() for line in lines if line and not line.startswith("#")

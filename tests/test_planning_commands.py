@@ -111,6 +111,27 @@ def test_auto_fills_idle_time_and_lengthens_nothing(capfd: pytest.CaptureFixture
     assert filled.predicted.comu_ti > one.predicted.comu_ti
 
 
+def test_an_estimator_is_planned_and_simulated(capfd: pytest.CaptureFixture[str]) -> None:
+    times = {}
+    for estimator in ("loss", "boundary"):
+        printed = done(
+            ["plan", "use_all=true", "queries=3", f"estimator={estimator}", f"folder={estimator}"], capfd
+        )
+        plan = load_plan(f"{estimator}/plan.yaml")
+        assert plan.predicted is not None
+        assert f"estimator {estimator}" in printed
+        assert plan.estimator == estimator
+        times[estimator] = plan.predicted.iteration_seconds
+    assert times["boundary"] < times["loss"]
+
+    done(["simulate", "plan=boundary/plan.yaml", "folder=again"], capfd)
+    simulated = json.loads(Path("again/simulation.json").read_text(encoding="utf-8"))
+    assert simulated["iteration_seconds"] == pytest.approx(times["boundary"], rel=1e-4)
+    assert "estimator and plan= contradict each other" in failure_of(
+        ["simulate", "plan=loss/plan.yaml", "estimator=boundary"], capfd
+    )
+
+
 def test_every_method_is_compared_with_and_without_npus(
     elsewhere: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,6 +171,15 @@ def test_every_method_is_compared_with_and_without_npus(
         (["micro_batches=16"], "micro_batches: found 16, expected a whole number from 1 to 8"),
         (["queries=many"], "queries: found 'many', expected a whole number of at least 0, or auto."),
         (["objective=speed"], "objective is 'speed', expected makespan or paper."),
+        (["estimator=spsa"], "estimator is 'spsa', expected one of loss, boundary, adjoint."),
+        (
+            ["estimator=adjoint", "exit_queries=1", "use_all=true"],
+            "exit_queries: found 1 with the estimator adjoint",
+        ),
+        (
+            [f"cluster.devices={NPUS}", "estimator=boundary"],
+            "estimator: found boundary for devices of which none",
+        ),
         (["cluster=local_2bp"], "This cluster says how many processes run on this host"),
         (["cluster=paper_4b"], "There is no cluster=paper_4b; choose from:"),
         (["~cluster"], "There is no cluster; pass cluster=<name>"),

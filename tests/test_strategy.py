@@ -40,7 +40,10 @@ def test_numbers_that_must_be_positive(name: str, value: float) -> None:
         ({"micro_batches": 2.0}, "micro_batches: found 2.0, expected a whole number of at least 1."),
         ({"queries": -1}, "queries: found -1, expected a whole number of at least 0."),
         ({"schedule": "zigzag"}, "schedule: found 'zigzag', expected one of hybridop, gpipe, 1f1b."),
-        ({"difference": "backward"}, "difference: found 'backward', expected one of forward, central, antithetic."),
+        (
+            {"difference": "backward"},
+            "difference: found 'backward', expected one of forward, central, antithetic.",
+        ),
         ({"exit_baseline": "none"}, "exit_baseline: found 'none', expected one of exit, full, running."),
     ],
 )

@@ -9,6 +9,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 from lightning_hybridop.commands.configuration import ConfigurationError
 from lightning_hybridop.commands.plan import heading
 from lightning_hybridop.commands.planned import (
+    checked_estimator,
     composed,
     configured_cluster,
     configured_workload,
@@ -40,6 +41,7 @@ def compare(overrides: Sequence[str]) -> None:
                 f"{name}: found {value!r}, expected a whole number of at least {least}, because all methods are given "
                 "the same."
             )
+    estimator = checked_estimator(config.estimator)
     console = Console()
     with Progress(
         SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True
@@ -51,6 +53,7 @@ def compare(overrides: Sequence[str]) -> None:
             micro_batches=config.micro_batches,
             queries=config.queries,
             exit_queries=config.exit_queries,
+            estimator=estimator,
         )
     rows = comparison_rows(results)
     folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +72,8 @@ def compare(overrides: Sequence[str]) -> None:
     until = LONGEST_SHOWN * min((panel.end for panel in panels), default=0.0)
     missing = drawn(lambda: draw_panels(panels, folder / "comparison.png", until=until))
     console.print(
-        f"{heading(cluster, workload)}; M = {config.micro_batches}, Q = {config.queries}, Q' = {config.exit_queries}",
+        f"{heading(cluster, workload)}; M = {config.micro_batches}, Q = {config.queries}, Q' = {config.exit_queries}, "
+        f"estimator {estimator}",
         highlight=False,
         markup=False,
     )

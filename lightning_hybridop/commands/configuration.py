@@ -67,6 +67,7 @@ GROUPS = {
     "simulate": ("cluster", "workload"),
     "compare": ("cluster", "workload"),
     "profile": ("model",),
+    "export": ("model",),
 }
 """The groups that a command's configuration is made of, where it is not made of all."""
 

@@ -13,7 +13,7 @@ from rich.progress import Progress
 from torch import nn
 
 from lightning_hybridop.commands.configuration import ConfigurationError
-from lightning_hybridop.commands.parts import factory, run_plan
+from lightning_hybridop.commands.parts import factory, run_module, run_plan
 from lightning_hybridop.commands.planned import composed, drawn
 from lightning_hybridop.estimation.estimators import DEFAULT_EPSILON
 from lightning_hybridop.pipeline.anatomy import Anatomy, read_anatomy
@@ -82,7 +82,7 @@ def row(quality: Quality) -> dict[str, Any]:
 
 def _measured(config: DictConfig, plan: Plan, counts: list[int]) -> Iterator[Quality]:
     torch.manual_seed(config.seed)
-    module: nn.Module = factory(config.model, without=("name", "blocks"))(config.model.name)
+    module: nn.Module = run_module(config, plan)
     data = factory(config.data)()
     data.setup("fit")
     batches = itertools.chain.from_iterable(itertools.repeat(data.train_dataloader()))

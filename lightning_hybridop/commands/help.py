@@ -197,3 +197,29 @@ examples:
   hybridop gradients
   hybridop gradients data=agnews cluster=local_2zo_2bp queries=[3,12,48] --plot
 """
+
+EXPORT = """\
+usage: hybridop export [name=value ...] [--show]
+
+Writes the blocks of a stage as ONNX: forward.onnx, adjoint.onnx (the gradients by the hidden state and by each adapter,
+given that of the output), weights.bin that both read, and stage.json, which names every input and output with shape and
+dtype. Adapters are inputs. The operators are those of ONNX's own domain, opset 17, for compilers such as Ascend's ATC.
+Prints how often each type of operator occurs.
+
+choices of each group (name=choice):
+{groups}
+
+options (name=value; --show prints all):
+  first=<block> last=<block>      the blocks first to last - 1; by default all
+  plan=<file> stage=<number>      the blocks of a plan's stage, counted from 0, in the place of these
+  rows=<rows> length=<tokens>     the micro-batch: the graphs are for one shape
+  dtype=<dtype>                   in which the frozen weights are kept: float32, bfloat16 or float16
+  weights=int8                    keep them as int8, with one scale for each output channel
+  model.lora_rank=<rank> model.lora_targets=[<projection>, ...]    the adapters
+  folder=<folder>                 where files are written; by default outputs/<date>/<time>-{name}
+  debug=true                      stack traces of errors
+
+examples:
+  hybridop export model=smollm2 last=15
+  hybridop export model=smollm2 plan=plan.yaml stage=0 rows=2 length=128 weights=int8
+"""

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from hydra.utils import instantiate
+from lightning import LightningModule
 from omegaconf import DictConfig
 
 from lightning_hybridop.commands.configuration import ConfigurationError
@@ -71,10 +72,20 @@ def run_plan(config: DictConfig) -> Plan:
             stage,
             role=cast(Role, cluster.zo_role) if stage.role == "zo" else stage.role,
             device=cluster.device,
+            **(_arithmetic(cluster) if stage.role == "zo" else {}),
         )
         for stage in plan.stages
     )
     return dataclasses.replace(plan, stages=stages)
+
+
+def _arithmetic(cluster: DictConfig) -> dict[str, Any]:
+    """Return what computes on the forward-only stages of a cluster of local processes, and how."""
+    return {
+        "executor": cluster.zo_executor,
+        "dtype": cluster.zo_dtype,
+        "weights": cluster.zo_weights,
+    }
 
 
 def _planned(config: DictConfig) -> Plan:
@@ -159,6 +170,22 @@ def run_strategy(config: DictConfig, plan: Plan) -> HybridOPStrategy:
             plan=plan, emulation=run_emulation(config, plan)
         )
     return cast(HybridOPStrategy, made)
+
+
+def run_module(config: DictConfig, plan: Plan) -> LightningModule:
+    """Return the module of a run, whose adapters may have another rank on zo stages.
+
+    Raises ConfigurationError where it is not known beforehand which blocks those hold.
+    """
+    options = config.model
+    zo_blocks = 0 if plan.exit_stage is None else plan.stages[plan.exit_stage].last
+    if options.get("zo_rank") is not None and config.plan == AUTO:
+        raise ConfigurationError(
+            "model.zo_rank is set, but with plan=auto the blocks of zo stages are known only once the processes have measured "
+            "themselves; run it once and pass the plan.yaml that it leaves."
+        )
+    made = factory(options, without=("name", "blocks"))(options.name, zo_blocks=zo_blocks)
+    return cast(LightningModule, made)
 
 
 def row_length(config: DictConfig) -> int:

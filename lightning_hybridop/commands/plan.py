@@ -66,7 +66,8 @@ def print_prediction(console: Console, prediction: Prediction) -> None:
     estimated = plan.schedule == "hybridop"
     estimate = f" (the planner's estimate: {prediction.pipeline.value:.3f} s)" if estimated else ""
     lines = [
-        f"M = {plan.micro_batches} · Q = {plan.queries} · Q' = {plan.exit_queries} · schedule {plan.schedule}",
+        f"M = {plan.micro_batches} · Q = {plan.queries} · Q' = {plan.exit_queries} · estimator {plan.estimator} · "
+        f"schedule {plan.schedule}",
         f"iteration {simulation.makespan:.3f} s{estimate}",
         f"{workload.rows / simulation.makespan:.3f} samples/s · Comu_ti {simulation.comu_ti:.0%}",
     ]

@@ -13,7 +13,7 @@ from lightning_hybridop.commands.configuration import ConfigurationError, check_
 from lightning_hybridop.devices.library import load_profiles, read_profile
 from lightning_hybridop.planning.cluster import Cluster, DeviceProfile, cluster_from_dict
 from lightning_hybridop.planning.costs import Objective, PipelineCosts, pipeline_costs
-from lightning_hybridop.planning.plan import Plan
+from lightning_hybridop.planning.plan import Estimator, Plan
 from lightning_hybridop.planning.planner import PlannedPipeline
 from lightning_hybridop.planning.workload import Workload, workload_from_dict
 from lightning_hybridop.simulation.planning import plan_by_simulation, simulate_pipeline
@@ -91,10 +91,11 @@ def predict(
     exit_queries: int | str,
     objective: str,
     use_all: bool,
+    estimator: str = "loss",
 ) -> Prediction:
     """Plan, raise what is `auto` to what fits into idle time (from Q = 1 and Q' = 0 on), and simulate a mini-batch.
 
-    Raises ConfigurationError for an unknown objective, and what the planner raises.
+    Raises ConfigurationError for an unknown objective or estimator, and what the planner raises.
     """
     pipeline = plan_by_simulation(
         cluster,
@@ -104,6 +105,7 @@ def predict(
         exit_queries=_given("exit_queries", exit_queries, 0),
         objective=checked_objective(objective),
         use_all=use_all,
+        estimator=checked_estimator(estimator),
     ).pipeline
     costs, plan = pipeline.costs, pipeline.plan
     if queries == AUTO:
@@ -152,6 +154,8 @@ def plan_costs(cluster: Cluster, workload: Workload, plan: Plan) -> PipelineCost
         queries=plan.queries,
         exit_queries=plan.exit_queries,
         exit_baseline=plan.exit_baseline == "exit",
+        estimator=plan.estimator,
+        queries_per_forward=plan.queries_per_forward,
     )
 
 
@@ -165,6 +169,7 @@ def configured_prediction(config: DictConfig) -> Prediction:
         exit_queries=config.exit_queries,
         objective=config.objective,
         use_all=config.use_all,
+        estimator=config.estimator,
     )
 
 
@@ -173,6 +178,13 @@ def checked_objective(name: str) -> Objective:
     if name not in get_args(Objective):
         raise ConfigurationError(f"objective is {name!r}, expected {' or '.join(get_args(Objective))}.")
     return cast(Objective, name)
+
+
+def checked_estimator(name: str) -> Estimator:
+    """Return the estimator of that name; raises ConfigurationError if there is none."""
+    if name not in get_args(Estimator):
+        raise ConfigurationError(f"estimator is {name!r}, expected one of {', '.join(get_args(Estimator))}.")
+    return cast(Estimator, name)
 
 
 def _given(name: str, value: int | str, start: int) -> int:

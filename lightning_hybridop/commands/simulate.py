@@ -61,6 +61,7 @@ def simulate(overrides: Sequence[str], *, html: bool) -> None:
                     "kind": timed.action.kind.value,
                     "micro_batch": timed.action.micro_batch,
                     "query": timed.action.query,
+                    "count": timed.action.count,
                     "start": timed.start,
                     "end": timed.end,
                 }
@@ -82,7 +83,7 @@ def simulate(overrides: Sequence[str], *, html: bool) -> None:
 def _check_overrides(overrides: Sequence[str]) -> None:
     """Raise ConfigurationError when a plan file and options that it holds are given together."""
     keys = {override.partition("=")[0].lstrip("+") for override in overrides}
-    held = sorted(keys & {"micro_batches", "queries", "exit_queries", "use_all"})
+    held = sorted(keys & {"micro_batches", "queries", "exit_queries", "estimator", "use_all"})
     if "plan" in keys and held:
         raise ConfigurationError(
             f"{held[0]} and plan= contradict each other; change it in the plan file instead."
@@ -128,7 +129,7 @@ def _write_page(prediction: Prediction, path: Path, rows: Sequence[dict[str, obj
         path,
         notes=(
             f"{workload.rows} rows of {workload.length} tokens · schedule {plan.schedule} · M = {plan.micro_batches} · "
-            f"Q = {plan.queries} · Q' = {plan.exit_queries}",
+            f"Q = {plan.queries} · Q' = {plan.exit_queries} · estimator {plan.estimator}",
             f"iteration {simulation.makespan:.3f} s · {workload.rows / simulation.makespan:.3f} samples/s · "
             f"Comu_ti {simulation.comu_ti:.0%}",
         ),

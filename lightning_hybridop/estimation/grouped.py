@@ -5,8 +5,9 @@ direction, and several queries of a micro-batch can ride in one forward.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
@@ -51,25 +52,39 @@ def perturbed_in_groups(
 
     `factors` are the layers of the parameters by name. The parameters themselves are not touched.
     """
-    changed: list[nn.Linear] = []
-    try:
+    with ExitStack() as stack:
         for name, layer in factors.items():
             weight = layer.weight.detach()
             wide = torch.promote_types(weight.dtype, torch.float32)
             original = weight.to(wide)
             drawn = (direction(key, name, weight.shape).to(weight.device, wide) for key, _ in moves)
             moved = [torch.add(original, z, alpha=scale) for z, (_, scale) in zip(drawn, moves, strict=True)]
-            layer.grouped_weight = torch.stack(moved).to(weight.dtype)
-            layer.forward = partial(_grouped_product, layer)  # type: ignore[method-assign]
-            changed.append(layer)
+            stack.enter_context(multiplying_by_group(layer, torch.stack(moved).to(weight.dtype)))
+        yield
+
+
+@contextmanager
+def multiplying_by_group(layer: nn.Linear, weight_GOI: Tensor) -> Iterator[None]:
+    """Inside the block a linear layer multiplies each of G equal groups of its input's tokens by a matrix of its own.
+
+    They are its `grouped_weight`, for those that do not call it but do its arithmetic.
+    """
+    earlier: dict[str, Any] = {
+        name: vars(layer)[name] for name in ("forward", "grouped_weight") if name in vars(layer)
+    }
+    layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
+    # Not a tensor attribute that torch would look after.
+    object.__setattr__(layer, "grouped_weight", weight_GOI)
+    try:
         yield
     finally:
-        for layer in changed:
-            del layer.forward, layer.grouped_weight
+        del layer.forward, layer.grouped_weight
+        vars(layer).update(earlier)
 
 
-def _grouped_product(layer: nn.Linear, input_TI: Tensor) -> Tensor:
-    return grouped_product(input_TI, layer.grouped_weight)  # type: ignore[arg-type]
+def _forward(layer: nn.Linear, input_TI: Tensor) -> Tensor:
+    output = grouped_product(input_TI, vars(layer)["grouped_weight"])
+    return output if layer.bias is None else output + layer.bias
 
 
 def grouped_product(input_TI: Tensor, weight_GOI: Tensor) -> Tensor:

@@ -13,12 +13,17 @@ from torch.optim.lr_scheduler import LinearLR
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_hybridop.modules.prompts import IGNORED
+from lightning_hybridop.pipeline.anatomy import find_blocks
 
 _OPTIMIZERS: dict[str, type[torch.optim.Adam]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
 class FineTuningOptions(TypedDict, total=False):
-    """The options of every ready module: `lora_*` are peft's, `learning_rate` is reached with step `warmup_steps`."""
+    """The options of every ready module: `lora_*` are peft's, `learning_rate` is reached with step `warmup_steps`.
+
+    The first `zo_blocks` blocks get adapters of rank `zo_rank` (None: of the same rank as all), scaled alike: an estimate
+    of fewer numbers is nearer to the gradient.
+    """
 
     lora_rank: int
     lora_alpha: int
@@ -28,6 +33,8 @@ class FineTuningOptions(TypedDict, total=False):
     optimizer: Literal["adam", "adamw"]
     weight_decay: float
     warmup_steps: int
+    zo_rank: int | None
+    zo_blocks: int
 
 
 _DEFAULTS: dict[str, Any] = {
@@ -39,6 +46,8 @@ _DEFAULTS: dict[str, Any] = {
     "optimizer": "adam",
     "weight_decay": 0.0,
     "warmup_steps": 0,
+    "zo_rank": None,
+    "zo_blocks": 0,
 }
 
 
@@ -75,6 +84,14 @@ def with_adapters(model: PreTrainedModel, task: TaskType, settings: Mapping[str,
         lora_dropout=settings["lora_dropout"],
         target_modules=list(settings["lora_targets"]),
     )
+    if settings["zo_rank"] is not None and settings["zo_blocks"] > 0:
+        rank, alpha = settings["zo_rank"], settings["lora_alpha"]
+        if not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"zo_rank is {rank!r}, expected a whole number of at least 1, or None.")
+        names = _names_in_blocks(model, settings["zo_blocks"])
+        adapters.rank_pattern = {names: rank}
+        # What an adapter adds is scaled by alpha / rank.
+        adapters.alpha_pattern = {names: alpha * rank / settings["lora_rank"]}
     with warnings.catch_warnings():
         # peft 0.21 asks for an attribute that transformers 5.24 has renamed.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
@@ -82,6 +99,12 @@ def with_adapters(model: PreTrainedModel, task: TaskType, settings: Mapping[str,
     assert isinstance(adapted, PeftModel)
     # A loaded model comes in evaluation mode, which Lightning would keep while it fits.
     return adapted.train()
+
+
+def _names_in_blocks(model: PreTrainedModel, blocks: int) -> str:
+    """Return what matches the names of all modules in the first `blocks` blocks, in peft's sense."""
+    numbers = "|".join(map(str, range(blocks)))
+    return rf"{find_blocks(model, None).rpartition('.')[2]}\.({numbers})\..*"
 
 
 def warmed_up_optimizer(

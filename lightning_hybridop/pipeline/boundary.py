@@ -10,9 +10,9 @@ class InnerProducts:
     """Takes `<G, h(theta + eps z) - h(theta)>` of every row of one mini-batch, on the last zo stage.
 
     `G = dL/dh` comes back from the first bp stage once per micro-batch. A perturbed hidden state that was made before
-    waits for it as its difference from the unperturbed one; by the schedule those of one query, or of the queries that
-    ride in one forward, do. Held are thus at most 3 hidden states for each micro-batch: the unperturbed one, G, and a
-    waiting one (one for each query of a forward); all are let go with the micro-batch's last perturbed forward.
+    waits for it as its difference from the unperturbed one; by the schedule at most as many forwards do as there are
+    micro-batches. Held are thus at most 3 hidden states for each micro-batch on average: the unperturbed one, G, and a
+    waiting one (one for each query of a forward); a micro-batch's are let go with its last perturbed forward.
 
     Args:
         perturbed: how many perturbed forwards each micro-batch has.

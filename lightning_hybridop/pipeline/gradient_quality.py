@@ -3,12 +3,14 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hybridop.estimation.estimators import Directions
+from lightning_hybridop.estimation.directions import DirectionKey
+from lightning_hybridop.estimation.estimators import Directions, Estimate
 from lightning_hybridop.pipeline.anatomy import Anatomy
 from lightning_hybridop.pipeline.batches import repeat_rows, token_shape
 from lightning_hybridop.pipeline.engine import Engine
@@ -133,9 +135,9 @@ def measure_method(
     )
     settings = replace(settings, directions=method.directions)
     engines = engines_of(module, anatomy, plan)
-    schedule = build_schedule(plan)
-    works = [_work(engine, schedule[engine.stage], step, batch, settings=settings) for engine in engines]
-    sent = run_schedule(works, schedule, plan)
+    # Once beforehand, so that nothing is compiled or allocated while it is timed.
+    _run(engines, replace(plan, queries=min(1, counts[-1])), step, batch, settings)
+    works, sent = _run(engines, plan, step, batch, settings)
     for count in counts:
         fewer = replace(plan, queries=count)
         gradients = _gradients(works, engines, fewer, batch, settings)
@@ -156,6 +158,23 @@ def measure_method(
         )
 
 
+def directional_derivatives(
+    module: nn.Module,
+    anatomy: Anatomy,
+    step: Step,
+    batch: MiniBatch,
+    *,
+    estimator: Estimator,
+    plan: Plan,
+    queries: int,
+    settings: EstimatorSettings,
+) -> dict[DirectionKey, float]:
+    """Return the derivative that an estimator measures along each of its directions."""
+    plan = replace(plan, estimator=estimator, micro_batches=len(batch.micro_batches), queries=queries)
+    works, _ = _run(engines_of(module, anatomy, plan), plan, step, batch, settings)
+    return dict(_estimate(works, plan, batch, settings).derivatives)
+
+
 def likeness(found: Gradients, true: Gradients) -> Likeness:
     """Compare a gradient with the true one over the parameters that it has, in float64."""
     flat = torch.cat([gradient.double().flatten() for gradient in found.values()])
@@ -172,30 +191,35 @@ def zo_names(module: nn.Module, anatomy: Anatomy, plan: Plan) -> list[str]:
     return [name for stage in plan.zo_stages for name in owned[stage]]
 
 
-def _work(
-    engine: Engine,
-    actions: Sequence[Action],
-    step: Step,
-    batch: MiniBatch,
-    *,
-    settings: EstimatorSettings,
-) -> Work:
-    def run(micro_batch: int, copies: int = 1) -> Any:
-        return step(engine.model.module, repeat_rows(batch.micro_batches[micro_batch], copies))
+def _run(
+    engines: Sequence[Engine], plan: Plan, step: Step, batch: MiniBatch, settings: EstimatorSettings
+) -> tuple[list[Work], Mapping[tuple[int, Action], int]]:
+    """Run a mini-batch; return the works with their outcomes, and what each action sent."""
+    schedule = build_schedule(plan)
+    works = []
+    for engine, actions in zip(engines, schedule, strict=True):
+        run = partial(_on_copies, engine.model.module, step, batch.micro_batches)
+        work = engine.work(
+            actions,
+            steps=Steps(base=run, perturbed=run, early_exit=run),
+            token_shapes=[token_shape(rows) for rows in batch.micro_batches],
+            weights=batch.weights,
+            perturbation=Perturbation(
+                seed=settings.seed,
+                step=0,
+                epsilon=settings.epsilon,
+                directions=settings.directions,
+                distribution=settings.distribution,
+            ),
+        )
+        works.append(work)
+    return works, run_schedule(works, schedule, plan)
 
-    return engine.work(
-        actions,
-        steps=Steps(base=run, perturbed=run, early_exit=run),
-        token_shapes=[token_shape(rows) for rows in batch.micro_batches],
-        weights=batch.weights,
-        perturbation=Perturbation(
-            seed=settings.seed,
-            step=0,
-            epsilon=settings.epsilon,
-            directions=settings.directions,
-            distribution=settings.distribution,
-        ),
-    )
+
+def _on_copies(
+    module: nn.Module, step: Step, micro_batches: Sequence[Any], micro_batch: int, copies: int = 1
+) -> Any:
+    return step(module, repeat_rows(micro_batches[micro_batch], copies))
 
 
 def _gradients(
@@ -208,6 +232,11 @@ def _gradients(
     """Return what each stage learns."""
     if plan.estimator == "adjoint":
         return [work.outcome.gradients for work in works]
+    found = _estimate(works, plan, batch, settings)
+    return [estimated_gradients(engine.zo_parameters, found) for engine in engines]
+
+
+def _estimate(works: Sequence[Work], plan: Plan, batch: MiniBatch, settings: EstimatorSettings) -> Estimate:
     assert plan.exit_stage is not None
     products = works[plan.exit_stage].outcome.products
     measured = Measured(
@@ -217,7 +246,7 @@ def _gradients(
         products={} if products is None else products.changes,
         largest_movement=0.0 if products is None else products.largest_movement,
     )
-    found = estimate_of(
+    return estimate_of(
         measured,
         plan=plan,
         weights=batch.weights,
@@ -225,7 +254,6 @@ def _gradients(
         settings=settings,
         step=0,
     )
-    return [estimated_gradients(engine.zo_parameters, found) for engine in engines]
 
 
 def _takes_part(action: Action, queries: int) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_hybridop.pipeline.anatomy import Anatomy
 from lightning_hybridop.pipeline.engine import Engine
+from lightning_hybridop.pipeline.executors import install
 from lightning_hybridop.pipeline.grouping import grouping_of
 from lightning_hybridop.pipeline.ownership import block_dtype, frozen_dtype, owned_parameters
 from lightning_hybridop.pipeline.stage import StageModel
@@ -29,16 +30,25 @@ def engines_of(module: nn.Module, anatomy: Anatomy, plan: Plan) -> list[Engine]:
     for number, stage in enumerate(plan.stages):
         own = copy.deepcopy(module)
         parameters = owned_parameters(own, anatomy, tuple(part.last for part in plan.stages))[number]
-        if stage.dtype is not None:
+        if stage.dtype is not None and stage.executor == "torch":
             frozen_dtype(own, getattr(torch, stage.dtype))
         names = [f"{anatomy.blocks_name}.{index}" for index in range(stage.first, stage.last)]
         blocks = {name: own.get_submodule(name) for name in names}
         zo_parameters = parameters if stage.role == "zo" else {}
         factors, _ = grouping_of(own, blocks, zo_parameters, width=anatomy.width)
         keep_behind = plan.exit_queries > 0 and number == plan.exit_stage
+        model = StageModel(own, anatomy, first=stage.first, last=stage.last, keep_behind=keep_behind)
+        if stage.executor != "torch":
+            install(
+                model,
+                executor=stage.executor,
+                dtype=stage.dtype,
+                weights=stage.weights,
+                needs_vjp=stage.role == "zo" and plan.estimator == "adjoint",
+            )
         engines.append(
             Engine(
-                model=StageModel(own, anatomy, first=stage.first, last=stage.last, keep_behind=keep_behind),
+                model=model,
                 plan=plan,
                 stage=number,
                 parameters=parameters,

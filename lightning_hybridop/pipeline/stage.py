@@ -17,6 +17,7 @@ from lightning_hybridop.pipeline.stand_ins import (
     StandIn,
     ToNext,
 )
+from lightning_hybridop.pipeline.weights import ReleasedParameter
 
 Output = TypeVar("Output")
 
@@ -253,7 +254,7 @@ def _release(modules: dict[str, nn.Module], *, kept: list[nn.Parameter]) -> None
                 if parameter is None or parameter.requires_grad or id(parameter) in adapters | in_use:
                     continue
                 if id(parameter) not in released:
-                    released[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+                    released[id(parameter)] = ReleasedParameter.of(parameter)
                 child._parameters[name] = released[id(parameter)]
 
 

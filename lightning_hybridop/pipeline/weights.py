@@ -49,6 +49,26 @@ class StoredTensor:
     dtype: torch.dtype
 
 
+class ReleasedParameter(nn.Parameter):
+    """What is left of a frozen weight that this process no longer needs: its shape and dtype, on `meta`.
+
+    It stays there when its module is moved.
+    """
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> Self:
+        """Return what is left of a parameter."""
+        return cls(parameter.detach().to("meta"), requires_grad=False)
+
+    def to(self, *_: Any, **__: Any) -> Self:
+        """Return the parameter itself."""
+        return self
+
+    def cpu(self, *_: Any, **__: Any) -> Self:
+        """Return the parameter itself."""
+        return self
+
+
 class AwaitedParameter(nn.Parameter):
     """A parameter of shape and dtype but without values yet: it lies on `meta`, and `stored` says where they are.
 
@@ -204,9 +224,10 @@ def materialise(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def lacks_values(module: nn.Module) -> bool:
-    """Tell whether a parameter of `module` lies on `meta` without being awaited."""
+    """Tell whether a parameter of `module` lies on `meta` without being awaited or released."""
     return any(
-        parameter.is_meta and not isinstance(parameter, AwaitedParameter) for parameter in module.parameters()
+        parameter.is_meta and not isinstance(parameter, (AwaitedParameter, ReleasedParameter))
+        for parameter in module.parameters()
     )
 
 

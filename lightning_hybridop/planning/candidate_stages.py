@@ -11,11 +11,19 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_hybridop.planning.costs import DeviceCosts, LinkTimes, Objective, PipelineCosts
+from lightning_hybridop.planning.costs import (
+    ADJOINT_FORWARDS,
+    DeviceCosts,
+    LinkTimes,
+    Objective,
+    PipelineCosts,
+    waiting_bytes,
+)
+from lightning_hybridop.planning.plan import Estimator
 
 Floats = NDArray[np.float64]
 
-Criterion = Literal["first_order", "busiest", "exits"]
+Criterion = Literal["first_order", "busiest", "zo_stages"]
 """The terms of which `makespan_estimate` is the largest, in its order. Each is a sum over stages and links plus the
 largest of what single stages and links contribute; so is either objective, with fewer terms."""
 
@@ -38,12 +46,14 @@ class Place:
 class Terms:
     """What the iteration time consists of in one kind of pipeline: M, Q, Q' and the criteria that can be largest.
 
-    Without zo stages Q and Q' are 0.
+    `queries_to_the_end` are those whose perturbed forwards go through all stages. Without zo stages all of Q and Q' are 0.
     """
 
     criteria: tuple[Criterion, ...]
+    estimator: Estimator
     micro_batches: int
     queries: int
+    queries_to_the_end: int
     exit_queries: int
     exit_baseline: bool
     with_links: bool
@@ -60,52 +70,67 @@ class Terms:
         backward = 0.0 * forward
         if not device.zo:
             backward = range_sums(device.backward) + (device.head_backward if place.last else 0.0)
-        m, q = self.micro_batches, self.queries
-        work = (m * (1 + q) - 1) * forward + m * backward
+        elif self.estimator == "adjoint":
+            backward = ADJOINT_FORWARDS * range_sums(device.forward)
+        goes_back = not device.zo or self.estimator == "adjoint"
+        m, q, through = self.micro_batches, self.queries, self.queries_to_the_end
+        nothing = 0.0 * forward
         sums, peaks = [], []
         for criterion in self.criteria:
             if criterion == "first_order":
-                sums.append(forward + backward + (m * q * forward if place.first_bp else 0.0))
-                peaks.append(0.0 * work if device.zo else (m - 1) * (forward + backward))
+                sums.append(forward + backward + (m * through * forward if place.first_bp else 0.0))
+                peaks.append((m - 1) * (forward + backward) if goes_back else nothing)
             elif criterion == "busiest":
                 sums.append(forward)
-                peaks.append(work)
+                peaks.append((m * (1 + through) - 1) * forward + m * backward)
             else:
-                sums.append(forward if device.zo else 0.0 * work)
-                peaks.append(
-                    work + m * (self.exit_queries * exit_forward + baseline) if device.zo else 0.0 * work
-                )
+                exits = m * (self.exit_queries * exit_forward + baseline)
+                sums.append(forward if device.zo else nothing)
+                peaks.append((m * (1 + q) - 1) * forward + m * backward + exits if device.zo else nothing)
         return np.stack(sums), np.stack(peaks)
 
     def link(self, link: LinkTimes, *, zo_before: bool, zo_after: bool) -> tuple[Floats, Floats]:
         """Return what a link adds to each criterion's sum, and its part in the largest, by criterion."""
         if not self.with_links:
             return np.zeros(len(self.criteria)), np.zeros(len(self.criteria))
+        comes_back = not zo_before or self.estimator == "adjoint"
+        among_zo = zo_before and zo_after
         sums = {
-            "first_order": link.arrival * (1 if zo_before else 2),
+            "first_order": link.arrival * (2 if comes_back else 1),
             "busiest": link.arrival,
-            "exits": link.arrival if zo_before and zo_after else 0.0,
+            "zo_stages": link.arrival if among_zo else 0.0,
         }
-        busy = (self.micro_batches * (1 + self.queries) - 1) * link.transfer
-        peaks = {"first_order": 0.0, "busiest": busy, "exits": 0.0}
+        m = self.micro_batches
+        sent = m * (1 + self.queries + self.exit_queries) - 1 if self.estimator == "boundary" else 0
+        peaks = {
+            "first_order": 0.0,
+            "busiest": (m * (1 + self.queries_to_the_end) - 1) * link.transfer,
+            "zo_stages": sent * link.transfer if among_zo else 0.0,
+        }
         return np.array([sums[c] for c in self.criteria]), np.array([peaks[c] for c in self.criteria])
 
 
 def terms(costs: PipelineCosts, objective: Objective, *, zo: bool, bp: bool) -> Terms:
     """Return the terms of an objective for pipelines with zo stages, with bp stages, or with both."""
     criteria: tuple[Criterion, ...]
+    estimator = costs.estimator
+    # Without bp stages the first-order term is never above the busiest stage's.
+    criteria = ("first_order", "busiest") if bp or estimator == "adjoint" else ("busiest",)
     if objective == "paper":
-        criteria = ("first_order",) if bp else ("busiest",)
-    else:
-        # Without bp stages the first-order term is never above the busiest stage's.
-        criteria = ("first_order", "busiest") if bp else ("busiest",)
+        criteria = criteria[:1]
+    if zo and estimator == "boundary":
+        criteria += ("zo_stages",)
+    elif zo and costs.exit_queries and objective != "paper" and estimator == "loss":
         # Without exits, what a zo stage does ends before its pipeline's passes have drained.
-        criteria += ("exits",) if zo and costs.exit_queries else ()
+        criteria += ("zo_stages",)
+    queries = costs.queries if zo and estimator != "adjoint" else 0
     return Terms(
         criteria=criteria,
+        estimator=estimator,
         micro_batches=costs.micro_batches,
-        queries=costs.queries if zo else 0,
-        exit_queries=costs.exit_queries if zo else 0,
+        queries=queries,
+        queries_to_the_end=queries if estimator == "loss" else 0,
+        exit_queries=costs.exit_queries if zo and objective != "paper" else 0,
         exit_baseline=costs.exit_baseline,
         with_links=objective != "paper",
     )
@@ -123,6 +148,7 @@ def stage_needs(costs: PipelineCosts, device: DeviceCosts, place: Place) -> Floa
         kept = kept + device.head_kept
     if device.zo:
         needs = resident + (device.head_kept if has_head else 0.0)
+        needs += waiting_bytes(costs, exit_stage=place.exit)
     else:
         needs = resident + place.in_flight * kept
     return np.where(_exists(costs.blocks), needs, np.inf)

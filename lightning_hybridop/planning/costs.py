@@ -3,6 +3,7 @@
 Times are in seconds, sizes in bytes. Equations take one `StageTimes` per stage, in pipeline order.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_hybridop.planning.cluster import BYTES_PER_GB, Cluster, ClusterError, Device, DeviceProfile
-from lightning_hybridop.planning.plan import Role
-from lightning_hybridop.planning.workload import PartCosts, Workload, WorkloadError
+from lightning_hybridop.planning.plan import PERTURBED_AHEAD, Estimator, Role
+from lightning_hybridop.planning.workload import DTYPE_BYTES, PartCosts, Workload, WorkloadError
 
 # A vector-Jacobian product as a graph of inference operators takes this many times its forward: measured once, on six
 # blocks of SmolLM2.
@@ -117,6 +118,7 @@ def makespan_estimate(
     micro_batches: int,
     queries: int,
     exit_queries: int = 0,
+    estimator: Estimator = "loss",
 ) -> float:
     """Return the iteration time that the planner minimises by default: the largest of three.
 
@@ -126,13 +128,17 @@ def makespan_estimate(
     * one forward through the zo stages, plus all that the busiest zo stage does beyond it, early exits included.
 
     `links[i]` lies between stages i and i + 1. With equal zo stages, without transfers and exits, this is the larger
-    of `T_head` and `zo_bound`.
+    of `T_head` and `zo_bound`. With the boundary estimator Q is 0 in the first two, and links between zo stages count in
+    the third: so that it is `boundary_time` without transfers and exits. With adjoints zo stages count as bp stages.
     """
+    if estimator == "adjoint":
+        stages = [dataclasses.replace(stage, role="bp") for stage in stages]
     zo, _ = _by_role(stages)
-    passes = (1 + queries if zo else 1) * micro_batches
+    to_the_end = queries if estimator == "loss" else 0
+    passes = (1 + to_the_end if zo else 1) * micro_batches
     crossing = sum(link.arrival for link in links)
     back = sum(link.arrival for before, link in zip(stages, links, strict=False) if before.role == "bp")
-    first_order = head_time(stages, micro_batches=micro_batches, queries=queries) + crossing + back
+    first_order = head_time(stages, micro_batches=micro_batches, queries=to_the_end) + crossing + back
     busiest = max(
         [
             stage_work(stage, micro_batches=micro_batches, queries=passes // micro_batches - 1)
@@ -141,7 +147,8 @@ def makespan_estimate(
         + [(passes - 1) * link.transfer for link in links]
     )
     through = sum(stage.forward for stage in stages) + crossing
-    exits = max(
+    among_zo = links[: max(0, len(zo) - 1)]
+    on_zo = max(
         (
             stage_work(stage, micro_batches=micro_batches, queries=queries)
             + micro_batches * (exit_queries * stage.exit_forward + stage.baseline_forward)
@@ -149,8 +156,11 @@ def makespan_estimate(
         ),
         default=0.0,
     )
-    to_exit = sum(stage.forward for stage in zo) + sum(link.arrival for link in links[: max(0, len(zo) - 1)])
-    return max(first_order, through + busiest, to_exit + exits)
+    if estimator == "boundary":
+        sent = micro_batches * (1 + queries + exit_queries) - 1
+        on_zo = max([on_zo, *(sent * link.transfer for link in among_zo)])
+    to_exit = sum(stage.forward for stage in zo) + sum(link.arrival for link in among_zo)
+    return max(first_order, through + busiest, to_exit + on_zo)
 
 
 def stage_work(stage: StageTimes, *, micro_batches: int, queries: int) -> float:
@@ -158,8 +168,17 @@ def stage_work(stage: StageTimes, *, micro_batches: int, queries: int) -> float:
     return (micro_batches * (1 + queries) - 1) * stage.forward + micro_batches * stage.backward
 
 
-def paper_estimate(stages: Sequence[StageTimes], *, micro_batches: int, queries: int) -> float:
-    """Return the planner's objective as published: `T_head`; for zo stages alone, where it says nothing, `zo_bound`."""
+def paper_estimate(
+    stages: Sequence[StageTimes], *, micro_batches: int, queries: int, estimator: Estimator = "loss"
+) -> float:
+    """Return the planner's objective as published: `T_head`; for zo stages alone, where it says nothing, `zo_bound`.
+
+    For estimators that the paper does not have it is `boundary_time`, and `T_gpipe` over all stages.
+    """
+    if estimator == "boundary":
+        return boundary_time(stages, micro_batches=micro_batches, queries=queries)
+    if estimator == "adjoint":
+        return gpipe_time(stages, micro_batches=micro_batches)
     if all(stage.role != "bp" for stage in stages):
         return zo_bound(stages, micro_batches=micro_batches, queries=queries)
     return head_time(stages, micro_batches=micro_batches, queries=queries)
@@ -217,7 +236,8 @@ class PipelineCosts:
     """What the planner knows: every device's costs, and `links[a][b]` between devices a and b (symmetric).
 
     `rows` are those of one micro-batch, `hidden_bytes` is the size of its hidden state, which `links` are the times
-    of; `adapter_bytes` that of one block's adapter gradients. `exit_baseline` says that early exits cost one more forward of the exit stage.
+    of, `float32_bytes` that in float32; `adapter_bytes` is the size of one block's adapter gradients. `exit_baseline`
+    says that early exits cost one more forward of the exit stage. `queries_per_forward` is a plan's.
     With tied embeddings a device that has both embedding and head holds the matrix once.
     """
 
@@ -227,9 +247,12 @@ class PipelineCosts:
     queries: int
     exit_queries: int = 0
     exit_baseline: bool = True
+    estimator: Estimator = "loss"
+    queries_per_forward: int = 1
     tied_embeddings: bool = False
     rows: float = 1.0
     hidden_bytes: float = 0.0
+    float32_bytes: float = 0.0
     adapter_bytes: float = 0.0
 
     @property
@@ -257,13 +280,17 @@ def layout_times(
     """Return the times of each stage of a layout and of each link between neighbours.
 
     The first stage has the embedding, the last one the head; with exit queries the last zo stage has a head as well.
+    A zo stage goes back only with adjoints, in `ADJOINT_FORWARDS` forwards of its blocks.
     """
     last_zo = max((i for i, part in enumerate(layout) if costs.devices[part.device].zo), default=-1)
     stages = []
     for index, part in enumerate(layout):
         device = costs.devices[part.device]
         forward = sum(device.forward[part.first : part.last])
-        backward = 0.0 if device.zo else sum(device.backward[part.first : part.last])
+        if not device.zo:
+            backward = sum(device.backward[part.first : part.last])
+        else:
+            backward = ADJOINT_FORWARDS * forward if costs.estimator == "adjoint" else 0.0
         if index == 0:
             forward += device.embedding_forward
         exit_forward = forward if index <= last_zo else 0.0
@@ -290,7 +317,10 @@ def layout_times(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBytes:
-    """What a stage holds, in bytes: for good, and of one micro-batch between its forward and its backward."""
+    """What a stage holds, in bytes: for good, and of one micro-batch between its forward and its backward.
+
+    Of what a zo stage keeps for its estimator, `kept` is the hidden state in the stage's own dtype alone.
+    """
 
     resident: float
     kept: float = 0.0
@@ -311,7 +341,8 @@ def layout_bytes(costs: PipelineCosts, layout: Sequence[Assignment]) -> tuple[St
             resident += device.head_resident
         if device.zo:
             # Logits exist while the head runs, and nothing is kept behind it.
-            held.append(StageBytes(resident=resident + (device.head_kept if has_head else 0.0)))
+            hidden = costs.hidden_bytes if costs.estimator != "loss" else 0.0
+            held.append(StageBytes(resident=resident + (device.head_kept if has_head else 0.0), kept=hidden))
             continue
         if has_head:
             kept += device.head_kept
@@ -319,15 +350,34 @@ def layout_bytes(costs: PipelineCosts, layout: Sequence[Assignment]) -> tuple[St
     return tuple(held)
 
 
+def waiting_bytes(costs: PipelineCosts, *, exit_stage: bool) -> float:
+    """Return the most bytes of hidden states that a zo stage keeps for its estimator.
+
+    At the boundary the last zo stage, the `exit_stage`, keeps those of M micro-batches, as many gradients, and as many
+    groups of perturbed ones that wait for their gradient, the latter two in float32; another one has up to
+    `PERTURBED_AHEAD` groups on their way to the next stage. With adjoints what came in is kept until the gradient comes.
+    """
+    if costs.estimator == "adjoint":
+        return costs.micro_batches * costs.hidden_bytes
+    if costs.estimator == "loss" or costs.queries == 0:
+        return 0.0
+    together = min(costs.queries_per_forward, costs.queries)
+    if exit_stage:
+        return costs.micro_batches * (costs.hidden_bytes + (1 + together) * costs.float32_bytes)
+    return PERTURBED_AHEAD * together * costs.hidden_bytes
+
+
 def layout_memory(costs: PipelineCosts, layout: Sequence[Assignment]) -> tuple[float, ...]:
     """Return the bytes that each stage needs: `zo_memory` or `bp_memory`, with embedding and head where they are.
 
-    A bp stage never holds more micro-batches than there are.
+    A zo stage also keeps `waiting_bytes`. A bp stage never holds more micro-batches than there are.
     """
+    last_zo = max((i for i, part in enumerate(layout) if costs.devices[part.device].zo), default=-1)
     needs = []
     for index, (part, held) in enumerate(zip(layout, layout_bytes(costs, layout), strict=True)):
         if costs.devices[part.device].zo:
-            needs.append(zo_memory(frozen=held.resident, trained=0.0))
+            waiting = waiting_bytes(costs, exit_stage=index == last_zo)
+            needs.append(zo_memory(frozen=held.resident, trained=0.0) + waiting)
             continue
         in_flight = min(len(layout) - index, costs.micro_batches)
         needs.append(bp_memory(frozen=held.resident, trained=0.0, activations=held.kept, in_flight=in_flight))
@@ -341,13 +391,16 @@ def layout_value(costs: PipelineCosts, layout: Sequence[Assignment], objective: 
     """Return the iteration time of a layout by one of the planner's objectives, in seconds."""
     stages, links = layout_times(costs, layout)
     if objective == "paper":
-        return paper_estimate(stages, micro_batches=costs.micro_batches, queries=costs.queries)
+        return paper_estimate(
+            stages, micro_batches=costs.micro_batches, queries=costs.queries, estimator=costs.estimator
+        )
     return makespan_estimate(
         stages,
         links,
         micro_batches=costs.micro_batches,
         queries=costs.queries,
         exit_queries=costs.exit_queries,
+        estimator=costs.estimator,
     )
 
 
@@ -359,6 +412,8 @@ def pipeline_costs(
     queries: int,
     exit_queries: int = 0,
     exit_baseline: bool = True,
+    estimator: Estimator = "loss",
+    queries_per_forward: int = 1,
 ) -> PipelineCosts:
     """Return what one micro-batch of the workload costs on every device of the cluster.
 
@@ -385,9 +440,12 @@ def pipeline_costs(
         queries=queries,
         exit_queries=exit_queries,
         exit_baseline=exit_baseline,
+        estimator=estimator,
+        queries_per_forward=queries_per_forward,
         tied_embeddings=workload.architecture.tied_embeddings,
         rows=math.ceil(workload.rows / micro_batches),
         hidden_bytes=size,
+        float32_bytes=size * 4 / DTYPE_BYTES[workload.dtype],
         adapter_bytes=4.0 * block.trainable_parameters,
     )
 

@@ -16,7 +16,7 @@ from lightning_hybridop.planning.costs import (
 from lightning_hybridop.planning.infeasible import InfeasibleError, infeasible, shortage
 from lightning_hybridop.planning.kinds import device_kinds
 from lightning_hybridop.planning.partition import PlannedLayout, best_layout
-from lightning_hybridop.planning.plan import ExitBaseline, Plan, PlanError, Stage
+from lightning_hybridop.planning.plan import Estimator, ExitBaseline, Plan, PlanError, Stage
 from lightning_hybridop.planning.search import PRECISION
 from lightning_hybridop.planning.workload import Workload
 
@@ -49,6 +49,8 @@ class _Request:
     queries: int
     exit_queries: int
     exit_baseline: ExitBaseline
+    estimator: Estimator
+    queries_per_forward: int
     objective: Objective
 
     def costs(self, micro_batches: int) -> PipelineCosts:
@@ -59,6 +61,8 @@ class _Request:
             queries=self.queries,
             exit_queries=self.exit_queries,
             exit_baseline=self.exit_baseline == "exit",
+            estimator=self.estimator,
+            queries_per_forward=self.queries_per_forward,
         )
 
 
@@ -72,6 +76,8 @@ def plan_pipeline(
     objective: Objective = "makespan",
     use_all: bool = False,
     exit_baseline: ExitBaseline = "exit",
+    estimator: Estimator = "loss",
+    queries_per_forward: int = 1,
 ) -> PlannedPipeline:
     """Return the best plan of a workload on a cluster.
 
@@ -81,6 +87,7 @@ def plan_pipeline(
     Raises:
         ClusterError: a figure that is needed is unknown.
         InfeasibleError: no layout fits into memory; it says what would be enough.
+        PlanError: the estimator takes gradients from bp stages, and no device back-propagates.
     """
     request = _Request(
         cluster=cluster,
@@ -88,10 +95,18 @@ def plan_pipeline(
         queries=queries,
         exit_queries=exit_queries,
         exit_baseline=exit_baseline,
+        estimator=estimator,
+        queries_per_forward=queries_per_forward,
         objective=objective,
     )
     choices = workload.micro_batch_choices() if micro_batches is None else (micro_batches,)
-    kinds = len(device_kinds(request.costs(choices[0])))
+    devices = request.costs(choices[0])
+    if estimator != "loss" and all(device.zo for device in devices.devices):
+        raise PlanError(
+            f"estimator: found {estimator} for devices of which none back-propagates, but its gradient comes from a bp "
+            "stage; add such a device, or use the estimator loss."
+        )
+    kinds = len(device_kinds(devices))
     if kinds > MOST_KINDS:
         raise ClusterError(
             f"devices: found {kinds} kinds of devices, expected at most {MOST_KINDS}, because every order of unlike devices is "
@@ -128,7 +143,9 @@ def layout_plan(
             role=stage.role,
             name=costs.devices[part.device].name,
             speed=_rounded(rate / min(rates)),
-            backward=_rounded(stage.backward / stage.forward) if stage.role == "bp" else 2.0,
+            backward=_rounded(stage.backward / stage.forward)
+            if stage.role == "bp" or stage.backward > 0
+            else 2.0,
             transfer=_rounded(link.arrival * min(rates)),
         )
         for part, stage, rate, link in zip(layout, times, rates, (*links, LinkTimes()), strict=True)
@@ -141,6 +158,8 @@ def layout_plan(
         queries=costs.queries,
         exit_queries=costs.exit_queries if has_zo else 0,
         exit_baseline=exit_baseline,
+        estimator=costs.estimator,
+        queries_per_forward=costs.queries_per_forward,
     )
 
 
@@ -263,6 +282,10 @@ def _notes(costs: PipelineCosts, layout: Layout) -> tuple[str, ...]:
         notes.append("no device can back-propagate: every stage learns from perturbations alone.")
     if not any(zo):
         notes.append("no zo stage: every stage back-propagates, and nothing is perturbed, whatever Q.")
+    if any(zo) and costs.estimator == "adjoint":
+        notes.append(
+            "exact adjoints: zo stages have gradients of their own, and nothing is perturbed, whatever Q."
+        )
     return tuple(notes)
 
 

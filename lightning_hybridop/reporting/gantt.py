@@ -5,7 +5,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from lightning_hybridop.planning.plan import Plan
-from lightning_hybridop.reporting.labels import KIND_NAMES, stage_label
+from lightning_hybridop.reporting.labels import KIND_NAMES, drawn_actions, estimator_label, stage_label
 from lightning_hybridop.schedules.actions import Kind
 from lightning_hybridop.schedules.timeline import TimedAction, Timeline, busy_time, comu_ti, makespan
 
@@ -54,7 +54,7 @@ def draw_timeline(timeline: Timeline, plan: Plan, path: str | Path) -> None:
     require_matplotlib()
     from matplotlib.figure import Figure
 
-    stages = len(plan.stages)
+    stages, drawn = len(plan.stages), drawn_actions(timeline)
     origin, total = min(timed.start for timed in timeline), makespan(timeline)
     height = stages * ROW_HEIGHT + TOP + BOTTOM
     figure = Figure(figsize=(WIDTH, height), dpi=150, facecolor="white")
@@ -66,7 +66,7 @@ def draw_timeline(timeline: Timeline, plan: Plan, path: str | Path) -> None:
 
     for stage in range(stages):
         axes.axhspan(stage - BAR_HEIGHT / 2, stage + BAR_HEIGHT / 2, color=IDLE, linewidth=0, zorder=0.4)
-        _draw_stage(axes, [timed for timed in timeline if timed.stage == stage], stage, origin)
+        _draw_stage(axes, [timed for timed in drawn if timed.stage == stage], stage, origin)
         share = busy_time(timeline, stage) / total if total else 0.0
         axes.annotate(
             f"{share:.0%}",
@@ -172,7 +172,7 @@ def _subtitle(plan: Plan) -> str:
     """Return what the plan says of the mini-batch, for example `schedule hybridop · M = 4 · Q = 2`."""
     parts = [f"one mini-batch · schedule {plan.schedule}", f"M = {plan.micro_batches}"]
     if plan.zo_stages:
-        parts.append(f"Q = {plan.queries}")
+        parts.append(estimator_label(plan))
     if plan.exit_queries:
         parts.append(f"Q' = {plan.exit_queries}")
     return " · ".join(parts)

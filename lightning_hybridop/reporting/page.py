@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 
 from lightning_hybridop.reporting.gantt import COLOURS
-from lightning_hybridop.reporting.labels import KIND_NAMES
+from lightning_hybridop.reporting.labels import KIND_NAMES, drawn_actions, query_label
 from lightning_hybridop.reporting.panels import COLLECTIVE, Panel
 from lightning_hybridop.schedules.actions import Action, Kind
 
@@ -88,7 +88,7 @@ def _picture(panel: Panel) -> str:
         parts.append(
             f'<rect class="idle" x="{_LEFT:g}" y="{top:g}" width="{_WIDTH - _LEFT:g}" height="{_BAR:g}"/>'
         )
-    for timed in panel.timeline:
+    for timed in drawn_actions(panel.timeline):
         what = (
             f"{panel.devices[timed.stage]}: {_named(timed.action)}, {timed.start:.4g} to {timed.end:.4g} s "
             f"({(timed.end - timed.start) * 1e3:.4g} ms)"
@@ -117,5 +117,6 @@ def _bar(row: int, start: float, end: float, scale: float, colour: str, what: st
 
 
 def _named(action: Action) -> str:
-    query = "" if action.query is None else f", query {action.query}"
+    noun = "query" if action.count == 1 else "queries"
+    query = f", {noun} {query_label(action)}" if query_label(action) else ""
     return f"{KIND_NAMES[action.kind]} of micro-batch {action.micro_batch}{query}"

@@ -14,7 +14,7 @@ from lightning_hybridop.reporting.gantt import (
     INK,
     require_matplotlib,
 )
-from lightning_hybridop.reporting.labels import KIND_NAMES
+from lightning_hybridop.reporting.labels import KIND_NAMES, drawn_actions
 from lightning_hybridop.schedules.actions import Kind
 from lightning_hybridop.schedules.timeline import TimedAction, Timeline
 
@@ -98,7 +98,7 @@ def _draw_panel(axes: "Axes", panel: Panel, longest: float) -> None:
             [(0, panel.end)], (row - BAR_HEIGHT / 2, BAR_HEIGHT), facecolor=IDLE, linewidth=0, zorder=0.5
         )
     for kind in Kind:
-        actions = [timed for timed in panel.timeline if timed.action.kind is kind]
+        actions = [timed for timed in drawn_actions(panel.timeline) if timed.action.kind is kind]
         if not actions:
             continue
         typical = points_per_second * median(timed.end - timed.start for timed in actions)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hybridop.planning.plan import Plan
-from lightning_hybridop.reporting.labels import KIND_NAMES, action_label, stage_label
+from lightning_hybridop.reporting.labels import KIND_NAMES, action_label, drawn_actions, stage_label
 from lightning_hybridop.schedules.timeline import TimedAction, Timeline, comu_ti, makespan
 
 THREAD = 1  # every stage runs its actions on one thread
@@ -15,7 +15,7 @@ def write_trace(timeline: Timeline, plan: Plan, path: str | Path) -> None:
     """Write the actions of one mini-batch as Chrome trace JSON to `path`.
 
     `timeline` holds start and end in seconds on one common clock, the trace microseconds from the first action. Each
-    stage is a process with one thread; each action a complete event with `kind`, `micro_batch`, `query` and `sign`.
+    stage is a process with one thread; each action a complete event with `kind`, `micro_batch`, `query`, `sign` and `count`.
     `otherData` carries makespan_ms, comu_ti and the schedule. Missing parent folders are created.
     Raises ValueError for an empty timeline.
     """
@@ -25,7 +25,7 @@ def write_trace(timeline: Timeline, plan: Plan, path: str | Path) -> None:
         )
     origin = min(timed.start for timed in timeline)
     events = [event for stage in range(len(plan.stages)) for event in _names(plan, stage)]
-    ordered = sorted(timeline, key=lambda timed: (timed.stage, timed.start))
+    ordered = sorted(drawn_actions(timeline), key=lambda timed: (timed.stage, timed.start))
     events += [_event(timed, origin) for timed in ordered]
     trace = {
         "displayTimeUnit": "ms",
@@ -72,5 +72,6 @@ def _event(timed: TimedAction, origin: float) -> dict[str, Any]:
             "micro_batch": action.micro_batch,
             "query": action.query,
             "sign": action.sign,
+            "count": action.count,
         },
     }

@@ -7,7 +7,8 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from lightning_hybridop.planning.plan import Plan
+from lightning_hybridop.planning.plan import Plan, Stage
+from lightning_hybridop.reporting.labels import estimator_label
 
 UNKNOWN = "–"
 
@@ -84,7 +85,9 @@ def plan_table(plan: Plan) -> Table:
     """Return the plan as a table: one row per stage, the settings of the mini-batch below it."""
     caption = f"schedule {plan.schedule} · M = {plan.micro_batches}"
     if plan.zo_stages:
-        caption += f" · Q = {plan.queries} · Q' = {plan.exit_queries} · {plan.difference} difference"
+        caption += f" · {estimator_label(plan)}"
+    if plan.zo_stages and plan.estimator != "adjoint":
+        caption += f" · Q' = {plan.exit_queries} · {plan.difference} difference"
     table = Table(
         title="Plan", title_justify="left", box=box.SIMPLE_HEAD, caption=caption, caption_justify="left"
     )
@@ -99,11 +102,18 @@ def plan_table(plan: Plan) -> Table:
             str(index),
             stage.role,
             stage.block_range,
-            stage.device,
+            _runs_on(stage),
             stage.dtype or "as loaded",
             f"{stage.speed:g}",
         )
     return table
+
+
+def _runs_on(stage: Stage) -> str:
+    """Return a stage's device, with the inference runtime that runs its blocks there, if one does."""
+    if stage.executor == "torch":
+        return stage.device
+    return f"{stage.device} · {stage.executor}" + (f" {stage.weights}" if stage.weights else "")
 
 
 def _add_change(table: Table, name: str, change: Change, form: str, change_form: str) -> None:

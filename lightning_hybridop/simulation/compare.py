@@ -4,10 +4,12 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import get_args
 
 from lightning_hybridop.planning.cluster import Cluster
 from lightning_hybridop.planning.costs import Objective, PipelineCosts, pipeline_costs
 from lightning_hybridop.planning.infeasible import InfeasibleError
+from lightning_hybridop.planning.plan import Estimator
 from lightning_hybridop.planning.workload import Workload
 from lightning_hybridop.simulation.baselines import BASELINES, Baseline, BaselineError, hybridop_tail
 from lightning_hybridop.simulation.baselines.common import named_range, only_devices
@@ -38,14 +40,21 @@ class MethodResult:
 
 
 def compare(
-    cluster: Cluster, workload: Workload, *, micro_batches: int, queries: int, exit_queries: int = 0
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    micro_batches: int,
+    queries: int,
+    exit_queries: int = 0,
+    estimator: Estimator = "loss",
 ) -> tuple[MethodResult, ...]:
     """Return every method's result on the same mini-batch: first-order methods, HybridOP's tail placement, HybridOP.
 
     First-order methods come twice if there are devices that only run forward: on all devices, which then all
     back-propagate, and without those. All cut the mini-batch into `micro_batches`, but for AccPar, which has no pipeline
-    and takes it whole, and HDP, whose groups cut their shares of it. HybridOP comes on all devices, with each of the planner's objectives and once free to leave
-    devices out, and on the bp devices alone.
+    and takes it whole, and HDP, whose groups cut their shares of it. HybridOP comes on all devices: with the paper's placement at the tail and
+    its objective, both with the estimator that the paper has; then with `estimator`, once free to leave devices out and
+    once with all, and with each other estimator (adjoints have no early exits); and on the bp devices alone.
 
     Raises:
         ClusterError: a figure that is needed is unknown.
@@ -68,8 +77,13 @@ def compare(
         methods += [
             ("HybridOP (tail)", True, partial(hybridop_tail, costs)),
             ("HybridOP (paper)", True, partial(planned, objective="paper", use_all=True)),
-            ("HybridOP (free)", True, partial(planned, objective="makespan", use_all=False)),
-            ("HybridOP", True, partial(planned, objective="makespan", use_all=True)),
+            ("HybridOP (free)", True, partial(planned, use_all=False, estimator=estimator)),
+            ("HybridOP", True, partial(planned, use_all=True, estimator=estimator)),
+            *(
+                (f"HybridOP ({other})", True, partial(planned, use_all=True, estimator=other))
+                for other in get_args(Estimator)
+                if other != estimator
+            ),
         ]
     methods.append(("HybridOP", False, partial(_bp_alone, cluster, workload, costs)))
     return tuple(_result(cluster, workload, costs, *method) for method in methods)
@@ -80,18 +94,22 @@ def _planned(
     workload: Workload,
     costs: PipelineCosts,
     *,
-    objective: Objective,
+    objective: Objective = "makespan",
     use_all: bool,
+    estimator: Estimator = "loss",
 ) -> Baseline:
     """Return the program of HybridOP as planned for these devices, with the M, Q and Q' of `costs`."""
+    if estimator != "loss" and all(device.zo for device in costs.devices):
+        raise BaselineError(f"No device is left that sends the estimator {estimator} a gradient; add one.")
     found = plan_by_simulation(
         cluster,
         workload,
         micro_batches=costs.micro_batches,
         queries=costs.queries,
-        exit_queries=costs.exit_queries,
+        exit_queries=0 if estimator == "adjoint" else costs.exit_queries,
         objective=objective,
         use_all=use_all,
+        estimator=estimator,
     ).pipeline
     stages = "; ".join(
         f"{found.costs.devices[part.device].name} ({'zo' if found.costs.devices[part.device].zo else 'bp'}): "
@@ -109,7 +127,7 @@ def _bp_alone(cluster: Cluster, workload: Workload, costs: PipelineCosts) -> Bas
     if not names:
         raise BaselineError("No device is left that back-propagates; add one.")
     without = dataclasses.replace(costs, queries=0, exit_queries=0)
-    return _planned(cluster.only(names), workload, without, objective="makespan", use_all=False)
+    return _planned(cluster.only(names), workload, without, use_all=False)
 
 
 def _result(

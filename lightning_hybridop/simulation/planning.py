@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from lightning_hybridop.planning.cluster import Cluster
 from lightning_hybridop.planning.costs import Objective
 from lightning_hybridop.planning.infeasible import InfeasibleError
-from lightning_hybridop.planning.plan import ExitBaseline
+from lightning_hybridop.planning.plan import Estimator, ExitBaseline
 from lightning_hybridop.planning.planner import PlannedPipeline, plan_pipeline
 from lightning_hybridop.planning.workload import Workload
 from lightning_hybridop.simulation.predict import device_power, simulate_layout
@@ -48,6 +48,8 @@ def plan_by_simulation(
     objective: Objective = "makespan",
     use_all: bool = False,
     exit_baseline: ExitBaseline = "exit",
+    estimator: Estimator = "loss",
+    queries_per_forward: int = 1,
 ) -> SimulatedPipeline:
     """Return the pipeline that takes the least time in simulation among the planner's best.
 
@@ -58,6 +60,7 @@ def plan_by_simulation(
     Raises:
         ClusterError: a figure that is needed is unknown.
         InfeasibleError: no layout fits into memory; it says what would be enough.
+        PlanError: the estimator takes gradients from bp stages, and no device back-propagates.
     """
 
     def simulated(among: Cluster, count: int | None, *, everything: bool) -> SimulatedPipeline:
@@ -70,6 +73,8 @@ def plan_by_simulation(
             objective=objective,
             use_all=everything,
             exit_baseline=exit_baseline,
+            estimator=estimator,
+            queries_per_forward=queries_per_forward,
         )
         return simulate_pipeline(cluster, pipeline)
 

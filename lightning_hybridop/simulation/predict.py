@@ -52,7 +52,7 @@ def most_within_idle_time(
     """Return the most perturbations (of either field) per micro-batch that do not lengthen the plan's mini-batch.
 
     Counted up one by one from the plan's own number until the simulated makespan grows or a device's memory ends; the
-    plan's own number if it has no zo stage.
+    plan's own number if it perturbs nothing.
     """
 
     def fits(number: int) -> bool:
@@ -67,7 +67,7 @@ def most_within_idle_time(
         )
 
     number: int = getattr(plan, field)
-    if not plan.zo_stages:
+    if not plan.zo_stages or plan.estimator == "adjoint":
         return number
     limit = simulate_layout(costs, layout, plan).makespan * (1 + _TOLERANCE)
     while fits(number + 1):

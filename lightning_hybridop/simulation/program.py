@@ -11,11 +11,13 @@ from lightning_hybridop.planning.costs import (
     StageTimes,
     layout_bytes,
     layout_times,
+    waiting_bytes,
 )
 from lightning_hybridop.planning.plan import Plan
 from lightning_hybridop.schedules import build_schedule
 from lightning_hybridop.schedules.actions import Action, Kind, Schedule
-from lightning_hybridop.schedules.dependencies import dependencies
+from lightning_hybridop.schedules.dependencies import crossing, dependencies
+from lightning_hybridop.simulation.held import held_and_released
 
 
 class ProgramError(ValueError):
@@ -158,26 +160,32 @@ def schedule_program(
     *,
     resident: Sequence[float],
     kept: Sequence[float],
+    multiplied: float = 0.0,
     devices: Sequence[str] | None = None,
 ) -> Program:
     """Return the program of a schedule: one device per stage, `links[i]` between stages i and i + 1.
 
-    `kept` are the bytes that one micro-batch takes on each stage, held on bp stages from the start of F to the end of
-    B; `resident` those of weights. Without names devices are called by their stages.
+    `kept` are the bytes that one micro-batch takes on each stage, held from the start of F to the end of B where there
+    is one, `multiplied` those of a hidden state that the boundary estimator multiplies; `resident` those of weights.
+    Without names devices are called by their stages.
     """
+    memory = [
+        held_and_released(plan, stage, actions, kept=kept[stage], multiplied=multiplied)
+        for stage, actions in enumerate(schedule)
+    ]
 
     def describe(stage: int, action: Action, numbers: Numbers) -> Task:
-        keeps = plan.stages[stage].role == "bp"
+        holds, releases = memory[stage].get(action, (0.0, 0.0))
         return Task(
             device=stage,
             action=action,
             seconds=action_seconds(stages[stage], action),
             after=tuple(
-                _edge(numbers[needed], needed[0], stage, links)
+                _edge(numbers[needed], needed[0], stage, links, crossing(stage, action, needed[0]))
                 for needed in dependencies(plan, stage, action)
             ),
-            holds=kept[stage] if keeps and action.kind is Kind.FORWARD else 0.0,
-            releases=kept[stage] if keeps and action.kind is Kind.BACKWARD else 0.0,
+            holds=holds,
+            releases=releases,
         )
 
     names = devices or [f"stage {stage}" for stage in range(len(stages))]
@@ -188,13 +196,17 @@ def layout_program(costs: PipelineCosts, layout: Sequence[Assignment], plan: Pla
     """Return the program of the plan's schedule on the devices of a layout, with the times and sizes of `costs`."""
     stages, links = layout_times(costs, layout)
     held = layout_bytes(costs, layout)
+    # What is on its way from a zo stage to the next one: as much at all times.
+    sent = waiting_bytes(costs, exit_stage=False) if plan.estimator == "boundary" else 0.0
+    on_its_way = [sent if index < (plan.exit_stage or 0) else 0.0 for index in range(len(layout))]
     return schedule_program(
         build_schedule(plan),
         plan,
         stages,
         links,
-        resident=[stage.resident for stage in held],
+        resident=[stage.resident + size for stage, size in zip(held, on_its_way, strict=True)],
         kept=[stage.kept for stage in held],
+        multiplied=costs.float32_bytes,
         devices=[costs.devices[part.device].name for part in layout],
     )
 
@@ -205,11 +217,14 @@ def action_seconds(stage: StageTimes, action: Action) -> float:
         return stage.backward
     if action.kind is Kind.EXIT:
         return stage.baseline_forward if action.query is None else stage.exit_forward
-    return stage.forward
+    return action.count * stage.forward
 
 
-def _edge(task: int, source: int, target: int, links: Sequence[LinkTimes]) -> Edge:
-    if source == target:
+def _edge(task: int, source: int, target: int, links: Sequence[LinkTimes], hidden_states: int) -> Edge:
+    """Return the edge between two stages' tasks; without hidden states to carry, the target only waits for the source."""
+    if hidden_states == 0:
         return Edge(task=task)
     link = links[min(source, target)]
-    return Edge(task=task, link=(source, target), transfer=link.transfer, latency=link.latency)
+    return Edge(
+        task=task, link=(source, target), transfer=hidden_states * link.transfer, latency=link.latency
+    )

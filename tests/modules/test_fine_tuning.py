@@ -1,9 +1,18 @@
+import re
+
 import pytest
 import torch
 from peft import TaskType
+from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+)
 
 from lightning_hybridop.modules.fine_tuning import (
     hyperparameters,
@@ -11,6 +20,7 @@ from lightning_hybridop.modules.fine_tuning import (
     warmed_up_optimizer,
     with_adapters,
 )
+from tests.tiny import bare_llama
 
 
 def test_options_are_plain_and_complete() -> None:
@@ -25,6 +35,8 @@ def test_options_are_plain_and_complete() -> None:
         "optimizer": "adam",
         "weight_decay": 0.0,
         "warmup_steps": 0,
+        "zo_rank": None,
+        "zo_blocks": 0,
     }
     assert hyperparameters("smollm2")["lora_targets"] is not hyperparameters("smollm2")["lora_targets"]
 
@@ -72,3 +84,33 @@ def test_mean_cross_entropy_is_that_of_torch(labels: Tensor) -> None:
 
 def test_mean_cross_entropy_of_no_label_is_zero() -> None:
     assert mean_cross_entropy(torch.randn(2, 3), torch.tensor([-100, -100])).item() == 0
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+@pytest.mark.parametrize("family", ["Llama", "GPT-2"])
+def test_the_first_blocks_may_have_adapters_of_a_smaller_rank_scaled_alike(family: str) -> None:
+    if family == "Llama":
+        bare: PreTrainedModel = bare_llama(blocks=12)
+        targets = ["q_proj", "down_proj"]
+    else:
+        bare = GPT2LMHeadModel(
+            GPT2Config(n_layer=12, n_embd=8, n_head=2, vocab_size=11, bos_token_id=1, eos_token_id=2)
+        )
+        targets = ["c_attn"]
+    settings = hyperparameters("m", lora_targets=targets, lora_rank=4, lora_alpha=6, zo_rank=2, zo_blocks=2)
+
+    model = with_adapters(bare, TaskType.CAUSAL_LM, settings)
+
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+    assert len(layers) == 12 * len(targets)
+    for name, layer in layers.items():
+        block = int(re.search(r"\.(\d+)\.", name)[1])  # type: ignore[index]
+        assert layer.r["default"] == (2 if block < 2 else 4), name
+        assert layer.scaling["default"] == 1.5, name
+
+
+def test_a_rank_below_one_is_refused() -> None:
+    settings = hyperparameters("m", zo_rank=0, zo_blocks=1)
+
+    with pytest.raises(ValueError, match="zo_rank is 0, expected a whole number of at least 1, or None"):
+        with_adapters(bare_llama(blocks=2), TaskType.CAUSAL_LM, settings)

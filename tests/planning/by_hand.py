@@ -5,9 +5,10 @@ import random
 from collections.abc import Iterator
 
 from lightning_hybridop.planning.costs import Assignment, DeviceCosts, Layout, LinkTimes, PipelineCosts
+from lightning_hybridop.planning.plan import Estimator
 
 
-def random_costs(seed: int, *, blocks: int, devices: int) -> PipelineCosts:
+def random_costs(seed: int, *, blocks: int, devices: int, estimator: Estimator = "loss") -> PipelineCosts:
     """Draw costs: unlike blocks or equal ones, devices of one kind or none, all kinds of links, some without a layout."""
     draw = random.Random(seed)
     equal = draw.random() < 0.5
@@ -28,6 +29,10 @@ def random_costs(seed: int, *, blocks: int, devices: int) -> PipelineCosts:
         exit_queries=draw.randint(0, 2),
         exit_baseline=draw.random() < 0.5,
         tied_embeddings=draw.random() < 0.5,
+        estimator=estimator,
+        queries_per_forward=draw.randint(1, 3) if estimator == "boundary" else 1,
+        hidden_bytes=0.0 if estimator == "loss" else draw.uniform(0, 0.2),
+        float32_bytes=0.0 if estimator == "loss" else draw.uniform(0, 0.2),
     )
 
 
@@ -83,11 +88,24 @@ def needs(costs: PipelineCosts, layout: Layout) -> list[float]:
             need += device.embedding_resident
         need += device.head_resident * head
         if device.zo:
-            found.append(need + device.head_kept * head)
+            found.append(need + device.head_kept * head + _waiting(costs, last=index == zo_stages - 1))
         else:
             kept = sum(device.kept[part.first : part.last]) + device.head_kept * head
             found.append(need + min(costs.micro_batches, len(layout) - index) * kept)
     return found
+
+
+def _waiting(costs: PipelineCosts, *, last: bool) -> float:
+    """Return the bytes of hidden states that a zo stage keeps."""
+    if costs.estimator == "loss" or (costs.estimator == "boundary" and costs.queries == 0):
+        return 0.0
+    if costs.estimator == "adjoint":
+        return costs.micro_batches * costs.hidden_bytes
+    group = min(costs.queries_per_forward, costs.queries)
+    if not last:
+        return 8 * group * costs.hidden_bytes
+    # Of each micro-batch the unperturbed hidden state, the gradient, and perturbed ones.
+    return costs.micro_batches * (costs.hidden_bytes + (1 + group) * costs.float32_bytes)
 
 
 def lacks(costs: PipelineCosts, layout: Layout) -> list[float]:
@@ -103,36 +121,50 @@ def values(costs: PipelineCosts, layout: Layout) -> dict[str, float]:
     m = costs.micro_batches
     devices = [costs.devices[part.device] for part in layout]
     zo = [device.zo for device in devices]
-    q = costs.queries if any(zo) else 0
+    q = costs.queries if any(zo) and costs.estimator != "adjoint" else 0
     last, exit_stage = len(layout) - 1, sum(zo) - 1
     forward, backward, exits = [], [], []
     for index, (part, device) in enumerate(zip(layout, devices, strict=True)):
-        body = sum(device.forward[i] for i in range(part.first, part.last))
-        body += device.embedding_forward if index == 0 else 0
+        blocks = sum(device.forward[i] for i in range(part.first, part.last))
+        body = blocks + (device.embedding_forward if index == 0 else 0)
         forward.append(body + (device.head_forward if index == last else 0))
         one = sum(device.backward[i] for i in range(part.first, part.last))
-        backward.append(0 if device.zo else one + (device.head_backward if index == last else 0))
+        adjoint = 2.2 * blocks if costs.estimator == "adjoint" else 0
+        backward.append(adjoint if device.zo else one + (device.head_backward if index == last else 0))
         leaving = body + (device.head_forward if index == exit_stage else 0)
         baseline = leaving if index == exit_stage and costs.exit_baseline else 0
         exits.append(m * (costs.exit_queries * leaving + baseline) if costs.exit_queries else 0)
     links = [costs.links[a.device][b.device] for a, b in itertools.pairwise(layout)]
-    bp = [index for index in range(len(layout)) if not zo[index]]
+    goes_back = [index for index in range(len(layout)) if not zo[index] or costs.estimator == "adjoint"]
     through = sum(forward)
+    far = q if costs.estimator == "loss" else 0
 
     first_order = through + sum(backward)
-    if bp:
-        first_order += (m - 1) * max(forward[i] + backward[i] for i in bp)
-        first_order += m * q * forward[bp[0]]
+    if goes_back:
+        first_order += (m - 1) * max(forward[i] + backward[i] for i in goes_back)
+        if any(zo):
+            first_order += m * far * forward[exit_stage + 1 if exit_stage < last else last]
         paper = first_order
     else:
         paper = through + (m * (1 + q) - 1) * max(forward)
     arrivals = [link.transfer + link.latency for link in links]
-    first_order += sum(time * (1 if zo[index] else 2) for index, time in enumerate(arrivals))
+    first_order += sum(time * (2 if index in goes_back else 1) for index, time in enumerate(arrivals))
 
-    work = [m * (1 + q) * f - f + m * b for f, b in zip(forward, backward, strict=True)]
-    busiest = max(work + [(m * (1 + q) - 1) * link.transfer for link in links])
+    work = [m * (1 + far) * f - f + m * b for f, b in zip(forward, backward, strict=True)]
+    busiest = max(work + [(m * (1 + far) - 1) * link.transfer for link in links])
     largest = [first_order, through + sum(arrivals) + busiest]
-    if any(zo):
-        to_exit = sum(forward[: exit_stage + 1]) + sum(arrivals[:exit_stage])
-        largest.append(to_exit + max(w + x for w, x in list(zip(work, exits, strict=True))[: exit_stage + 1]))
+    if any(zo) and costs.estimator != "adjoint":
+        to_exit = sum(forward[: exit_stage + 1])
+        passes = [(m * (1 + q) - 1) * f for f in forward[: exit_stage + 1]]
+        if costs.estimator == "boundary":
+            paper = max(paper if goes_back else through, to_exit + max(passes))
+        sent = m * (1 + q + costs.exit_queries) - 1 if costs.estimator == "boundary" else 0
+        largest.append(
+            to_exit
+            + sum(arrivals[:exit_stage])
+            + max(
+                [x + y for x, y in zip(passes, exits, strict=False)]
+                + [sent * link.transfer for link in links[:exit_stage]]
+            )
+        )
     return {"makespan": max(largest), "paper": paper}

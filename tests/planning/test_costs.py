@@ -64,6 +64,40 @@ def test_times_of_other_estimators() -> None:
     assert adjoint_time(HEAD, micro_batches=4) == pytest.approx(38.0)
 
 
+@pytest.mark.parametrize("queries", [0, 1, 3, 12])
+def test_estimates_of_other_estimators_without_transfers_are_their_times(queries: int) -> None:
+    boundary = boundary_time(HEAD, micro_batches=4, queries=queries)
+    back = dataclasses.replace(ZO, backward=2.2 * 2.0)
+    with_adjoints = (back, back, BP, BP)
+
+    for estimate in (
+        makespan_estimate(HEAD, LINKS, micro_batches=4, queries=queries, estimator="boundary"),
+        paper_estimate(HEAD, micro_batches=4, queries=queries, estimator="boundary"),
+    ):
+        assert estimate == boundary
+    for estimate in (
+        makespan_estimate(with_adjoints, LINKS, micro_batches=4, queries=queries, estimator="adjoint"),
+        paper_estimate(with_adjoints, micro_batches=4, queries=queries, estimator="adjoint"),
+    ):
+        assert estimate == pytest.approx(adjoint_time(HEAD, micro_batches=4))
+
+
+def test_perturbed_hidden_states_cross_only_the_links_between_zo_stages_at_the_boundary() -> None:
+    slow, none = LinkTimes(transfer=10.0, latency=3.0), LinkTimes()
+
+    # Between zo stages: 2 + 13 + 2 and 15 further transfers. To the bp stages: 6 + 13 and 3 further ones.
+    between = makespan_estimate(HEAD, (slow, none, none), micro_batches=4, queries=3, estimator="boundary")
+    behind = makespan_estimate(HEAD, (none, slow, none), micro_batches=4, queries=3, estimator="boundary")
+    assert (between, behind) == (17 + 150, 19 + 30)
+    # With adjoints gradients cross all links: the sum over all stages of 6.4, 6.4, 3 and 3, both ways, 3 x 6.4 more.
+    stages = tuple(
+        dataclasses.replace(stage, backward=2.2 * 2) if stage.role == "zo" else stage for stage in HEAD
+    )
+    link = LinkTimes(transfer=0.5)
+    adjoint = makespan_estimate(stages, (link,) * 3, micro_batches=4, queries=3, estimator="adjoint")
+    assert adjoint == pytest.approx(18.8 + 3 * 2 * 0.5 + 3 * 6.4)
+
+
 def test_zo_stages_alone_are_estimated_by_their_bound() -> None:
     assert paper_estimate((ZO, ZO), micro_batches=4, queries=1) == 4 + 7 * 2
 
@@ -159,6 +193,16 @@ def test_times_without_exits_or_without_their_baseline() -> None:
 
     assert (without[0].exit_forward, without[0].baseline_forward) == (5.5, 0.0)
     assert (none[0].exit_forward, none[0].baseline_forward) == (2.5, 0.0)
+
+
+def test_a_zo_stage_goes_back_only_with_adjoints() -> None:
+    backward = {
+        estimator: layout_times(dataclasses.replace(COSTS, estimator=estimator), THREE)[0][0].backward
+        for estimator in ("loss", "boundary", "adjoint")
+    }
+
+    # Of its block of 2 s alone, not of the embedding.
+    assert backward == {"loss": 0.0, "boundary": 0.0, "adjoint": pytest.approx(4.4)}
 
 
 def test_memory_of_a_layout() -> None:

@@ -1,5 +1,5 @@
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import assume, given, settings
@@ -16,6 +16,7 @@ from lightning_hybridop.planning.costs import (
 )
 from lightning_hybridop.planning.infeasible import InfeasibleError
 from lightning_hybridop.planning.partition import PlannedLayout, best_layout
+from lightning_hybridop.planning.plan import Estimator
 from tests.planning.by_hand import every_layout, lacks, random_costs, values
 
 OBJECTIVES: tuple[Objective, ...] = ("makespan", "paper")
@@ -69,12 +70,18 @@ def check_constraints(costs: PipelineCosts, planned: PlannedLayout, *, use_all: 
         assert need <= costs.devices[index].memory
 
 
-@pytest.mark.parametrize("part", range(10))
-def test_no_layout_of_300_instances_is_better(part: int) -> None:
+@pytest.mark.parametrize(
+    ("estimator", "part"),
+    [
+        *(("loss", part) for part in range(10)),
+        *((name, part) for name in ("boundary", "adjoint") for part in (0, 1, 2)),
+    ],
+)
+def test_no_layout_of_300_instances_is_better(estimator: Estimator, part: int) -> None:
     infeasible = 0
     for seed in range(part * 30, part * 30 + 30):
         blocks, devices = SIZES[seed]
-        costs = random_costs(seed, blocks=blocks, devices=devices)
+        costs = random_costs(seed, blocks=blocks, devices=devices, estimator=estimator)
         best: dict[tuple[str, bool], float] = {}
         for layout in every_layout(costs):
             if any(lacks(costs, layout)):
@@ -96,13 +103,18 @@ def test_no_layout_of_300_instances_is_better(part: int) -> None:
 
 
 @given(
-    st.integers(0, 10**6), st.integers(1, 8), st.integers(1, 5), st.sampled_from(OBJECTIVES), st.booleans()
+    st.integers(0, 10**6),
+    st.integers(1, 8),
+    st.integers(1, 5),
+    st.sampled_from(get_args(Estimator)),
+    st.sampled_from(OBJECTIVES),
+    st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
 def test_no_constraint_is_ever_broken(
-    seed: int, blocks: int, devices: int, objective: Objective, use_all: bool
+    seed: int, blocks: int, devices: int, estimator: Estimator, objective: Objective, use_all: bool
 ) -> None:
-    costs = random_costs(seed, blocks=blocks, devices=devices)
+    costs = random_costs(seed, blocks=blocks, devices=devices, estimator=estimator)
     planned = planned_or_none(costs, objective=objective, use_all=use_all)
     assume(planned is not None)
     assert planned is not None

@@ -1,6 +1,7 @@
 import builtins
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,17 @@ def test_every_action_is_one_bar_in_its_row_and_colour(
     assert bars(figures[0], Kind.BACKWARD) == [(4, 8, 1)]
     assert bars(figures[0], Kind.PERTURBED) == [(2, 4, 0), (9, 10, 1)]
     assert bars(figures[0], Kind.EXIT) == [(4, 6, 0)]
+
+
+def test_a_gradient_that_takes_no_time_has_no_bar_and_the_estimator_is_named(
+    plan: Plan, timeline: Timeline, tmp_path: Path, figures: list[Any]
+) -> None:
+    gradient = TimedAction(
+        stage=0, action=Action(kind=Kind.BACKWARD, micro_batch=0), start=50.008, end=50.008
+    )
+    draw_timeline((*timeline, gradient), replace(plan, estimator="boundary"), tmp_path / "a.png")
+    assert bars(figures[0], Kind.BACKWARD) == [(4, 8, 1)]
+    assert "Q = 1 · estimator boundary" in figures[0].texts[1].get_text()
 
 
 def test_title_rows_and_legend_say_what_is_shown(

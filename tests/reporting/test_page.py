@@ -5,7 +5,8 @@ import pytest
 
 from lightning_hybridop.reporting.page import write_page
 from lightning_hybridop.reporting.panels import Panel
-from lightning_hybridop.schedules.timeline import Timeline
+from lightning_hybridop.schedules.actions import Action, Kind
+from lightning_hybridop.schedules.timeline import TimedAction, Timeline
 
 VOID = {"meta", "input"}
 
@@ -59,6 +60,25 @@ def test_the_page_stands_alone_and_shows_every_action(timeline: Timeline, tmp_pa
     assert "<title>&lt;plan&gt; &amp; simulation</title>" in text
     assert "a &lt; b" in text
     assert any("perturbed forward of micro-batch 0, query 0" in str(bar["data-what"]) for bar in reader.bars)
+
+
+def test_a_gradient_that_takes_no_time_has_no_bar(timeline: Timeline, tmp_path: Path) -> None:
+    gradient = TimedAction(
+        stage=0, action=Action(kind=Kind.BACKWARD, micro_batch=0), start=50.001, end=50.001
+    )
+    riding = TimedAction(
+        stage=0,
+        action=Action(kind=Kind.PERTURBED, micro_batch=0, query=2, count=2),
+        start=50.006,
+        end=50.008,
+    )
+    panel = Panel(title="t", devices=("a", "b"), timeline=(*timeline, gradient, riding))
+    write_page(panel, tmp_path / "p.html", notes=(), columns=(), rows=())
+    reader = Reader()
+    reader.feed((tmp_path / "p.html").read_text(encoding="utf-8"))
+
+    assert len(reader.bars) == len(timeline) + 1
+    assert "perturbed forward of micro-batch 0, queries 2-3" in str(reader.bars[-1]["data-what"])
 
 
 def test_bars_lie_where_their_times_say(timeline: Timeline, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_every_action_is_a_complete_event_in_microseconds(trace: dict[str, Any])
         (2, "B 0", 4000, 4000),
         (2, "P 0 q0", 9000, 1000),
     ]
-    assert events[1]["args"] == {"kind": "P", "micro_batch": 0, "query": 0, "sign": 1}
+    assert events[1]["args"] == {"kind": "P", "micro_batch": 0, "query": 0, "sign": 1, "count": 1}
     assert events[0]["args"]["query"] is None
     assert events[4]["cat"] == "backward"
 
@@ -58,6 +58,22 @@ def test_the_minus_direction_of_a_central_difference_shows(plan: Plan, tmp_path:
     write_trace((TimedAction(stage=0, action=action, start=0, end=1),), plan, tmp_path / "a.json")
     event = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["traceEvents"][-1]
     assert (event["name"], event["args"]["sign"]) == ("P 3 q2 −", -1)
+
+
+def test_queries_that_ride_together_show_and_what_takes_no_time_does_not(plan: Plan, tmp_path: Path) -> None:
+    riding = Action(kind=Kind.PERTURBED, micro_batch=3, query=2, count=3)
+    gradient = Action(kind=Kind.BACKWARD, micro_batch=3)
+    write_trace(
+        (
+            TimedAction(stage=0, action=riding, start=0, end=1),
+            TimedAction(stage=0, action=gradient, start=1, end=1),
+        ),
+        plan,
+        tmp_path / "a.json",
+    )
+    events = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["traceEvents"]
+    shown = [event for event in events if event["ph"] == "X"]
+    assert [(event["name"], event["args"]["count"]) for event in shown] == [("P 3 q2-4", 3)]
 
 
 def test_empty_timeline_is_refused(plan: Plan, tmp_path: Path) -> None:

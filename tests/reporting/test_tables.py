@@ -1,5 +1,6 @@
 import dataclasses
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
@@ -62,6 +63,19 @@ def test_plan_table_shows_every_field_of_a_stage(plan: Plan) -> None:
     assert "schedule hybridop · M = 1 · Q = 1 · Q' = 1 · forward difference" in " ".join(
         cell for row in shown for cell in row
     )
+
+
+def test_plan_table_names_the_estimator_and_inference_runtimes(plan: Plan) -> None:
+    first = dataclasses.replace(plan.stages[0], executor="openvino", weights="int8")
+    stages = (first, *plan.stages[1:])
+
+    def text(**changes: Any) -> str:
+        shown = rows(plan_table(dataclasses.replace(plan, stages=stages, **changes)))
+        return " ".join(cell for row in shown for cell in row)
+
+    assert "npu:0 · openvino int8" in text()
+    assert "Q = 1 · estimator boundary · Q' = 1 · forward difference" in text(estimator="boundary")
+    assert text(estimator="adjoint", exit_queries=0).endswith("M = 1 · estimator adjoint")
 
 
 def test_a_prediction_stands_beside_what_was_measured(plan: Plan) -> None:

@@ -176,6 +176,24 @@ def test_order_on_a_small_pipeline_with_the_boundary_estimator() -> None:
     )
 
 
+def test_queries_that_ride_together_take_a_stage_and_a_link_as_long_as_one_after_the_other() -> None:
+    first, *others = even_plan(blocks=3, stages=3, zo_stages=2).stages
+    plan = Plan(
+        blocks=3,
+        stages=(replace(first, transfer=1.0), *others),
+        micro_batches=1,
+        queries=2,
+        estimator="boundary",
+        queries_per_forward=2,
+    )
+
+    times = {(timed.stage, timed.action.kind): (timed.start, timed.end) for timed in hybridop_timeline(plan)}
+
+    assert times[0, Kind.PERTURBED] == (1, 3)
+    assert times[1, Kind.FORWARD] == (2, 3)
+    assert times[1, Kind.PERTURBED] == (5, 7)
+
+
 def test_both_signs_of_a_central_difference_follow_each_other() -> None:
     plan = even_plan(
         blocks=1, stages=1, zo_stages=1, micro_batches=2, queries=1, exit_queries=1, difference="central"

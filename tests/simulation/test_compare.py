@@ -1,6 +1,7 @@
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -13,8 +14,10 @@ from lightning_hybridop.planning.cluster import (
     DeviceProfile,
     cluster_from_dict,
 )
+from lightning_hybridop.planning.plan import Estimator
 from lightning_hybridop.planning.planner import plan_pipeline
 from lightning_hybridop.planning.workload import Architecture, Workload, workload_from_dict
+from lightning_hybridop.schedules.actions import Kind
 from lightning_hybridop.simulation.baselines import BASELINES
 from lightning_hybridop.simulation.compare import MethodResult, compare
 from lightning_hybridop.simulation.predict import simulate_layout
@@ -78,6 +81,8 @@ def test_every_method_has_its_rows() -> None:
         ("HybridOP (paper)", True),
         ("HybridOP (free)", True),
         ("HybridOP", True),
+        ("HybridOP (boundary)", True),
+        ("HybridOP (adjoint)", True),
         ("HybridOP", False),
     ]
     for result in results:
@@ -114,6 +119,32 @@ def test_hybridop_is_what_the_planner_makes_of_all_devices(method: str, objectiv
     assert simulation.makespan == expected.makespan
     assert simulation.timeline == expected.timeline
     assert len(simulation.devices) == 4
+
+
+@pytest.mark.parametrize("estimator", get_args(Estimator))
+def test_every_estimator_has_its_row_and_one_can_be_chosen_for_the_others(estimator: Estimator) -> None:
+    results = compare(MIXED, WORKLOAD, micro_batches=4, queries=2, exit_queries=1, estimator=estimator)
+    usual = compare(MIXED, WORKLOAD, micro_batches=4, queries=2, exit_queries=1)
+
+    assert [result.method for result in results if result.method.endswith(("t)", "y)", "s)"))] == [
+        f"HybridOP ({other})" for other in get_args(Estimator) if other != estimator
+    ]
+    chosen = row(results, "HybridOP", True).simulation
+    assert chosen is not None
+    assert (
+        chosen == row(usual, "HybridOP" + (f" ({estimator})" if estimator != "loss" else ""), True).simulation
+    )
+    kinds = {timed.action.kind for timed in chosen.timeline if timed.stage < 2}
+    assert (
+        kinds
+        == {
+            "loss": {Kind.FORWARD, Kind.PERTURBED, Kind.EXIT},
+            "boundary": {Kind.FORWARD, Kind.PERTURBED, Kind.EXIT, Kind.BACKWARD},
+            "adjoint": {Kind.FORWARD, Kind.BACKWARD},
+        }[estimator]
+    )
+    tail = row(results, "HybridOP (tail)", True).simulation
+    assert tail == row(usual, "HybridOP (tail)", True).simulation
 
 
 def test_hybridop_may_leave_devices_out() -> None:
@@ -163,6 +194,9 @@ def test_what_cannot_run_says_why() -> None:
     assert "need at least one of each" in str(row(alone, "HybridOP (tail)", True).reason)
     assert row(alone, "HybridOP", True).simulation is not None
     assert "No device is left that back-propagates" in str(row(alone, "HybridOP", False).reason)
+    for estimator in ("boundary", "adjoint"):
+        reason = str(row(alone, f"HybridOP ({estimator})", True).reason)
+        assert reason == f"No device is left that sends the estimator {estimator} a gradient; add one."
 
 
 def test_devices_with_too_little_memory_are_named() -> None:

@@ -5,6 +5,7 @@ import pytest
 
 from lightning_hybridop.planning.cluster import Cluster, Device, DeviceProfile, Link
 from lightning_hybridop.planning.infeasible import InfeasibleError
+from lightning_hybridop.planning.plan import Estimator, PlanError
 from lightning_hybridop.planning.planner import plan_pipeline
 from lightning_hybridop.planning.workload import Architecture, Workload
 from lightning_hybridop.simulation.planning import plan_by_simulation
@@ -64,6 +65,38 @@ def test_nothing_that_was_planned_is_faster_in_simulation(npu_rate: float) -> No
     ]
     assert best.simulation.makespan == pytest.approx(min(everything))
     assert best.pipeline.plan.micro_batches in (1, 2, 4)
+
+
+@pytest.mark.parametrize("npu_rate", [0.003, 0.02, 1.0])
+def test_the_boundary_is_never_slower_than_losses_or_than_bp_devices_alone(npu_rate: float) -> None:
+    for queries in (1, 4, 12):
+        loss, boundary = (
+            plan_by_simulation(
+                cluster(npu_rate), WORKLOAD, micro_batches=4, queries=queries, estimator=estimator
+            ).simulation.makespan
+            for estimator in ("loss", "boundary")
+        )
+        alone = simulated(cluster(npu_rate).only(("gpu-0", "gpu-1")), 4, use_all=True)
+
+        assert boundary <= min(loss, alone) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("estimator", ["boundary", "adjoint"])
+def test_an_estimator_needs_a_device_that_back_propagates(estimator: Estimator) -> None:
+    with pytest.raises(
+        PlanError, match=f"estimator: found {estimator} for devices of which none back-propagates"
+    ):
+        plan_by_simulation(cluster(0.01).only(("npu",)), WORKLOAD, estimator=estimator)
+
+
+def test_with_adjoints_a_plan_has_the_backward_of_its_zo_stages() -> None:
+    plan = plan_by_simulation(
+        cluster(0.02), WORKLOAD, micro_batches=4, estimator="adjoint", use_all=True
+    ).pipeline.plan
+
+    assert plan.estimator == "adjoint"
+    # Without the embedding, which takes no time, and the head, which is elsewhere.
+    assert [stage.backward for stage in plan.stages if stage.role == "zo"] == [2.2]
 
 
 def test_a_device_that_only_slows_things_down_is_left_out_with_both_times() -> None:

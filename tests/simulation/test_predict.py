@@ -54,6 +54,25 @@ def test_one_more_would_lengthen_the_mini_batch(field: Literal["queries", "exit_
     assert makespan(field, most + 1) > now
 
 
+def test_at_the_boundary_more_queries_fit_into_idle_time() -> None:
+    costs, layout, plan = pipeline()
+    at_boundary = dataclasses.replace(costs, estimator="boundary")
+    adjoint = dataclasses.replace(costs, estimator="adjoint")
+
+    most = most_within_idle_time(costs, layout, plan, "queries")
+    found = most_within_idle_time(
+        at_boundary, layout, dataclasses.replace(plan, estimator="boundary"), "queries"
+    )
+
+    # T_head without queries is 1 + 3 x 4 + 3 x 6 = 31, and the zo stage's 4 (1 + Q) passes of 1 fit in for Q = 6. But the
+    # last gradient comes at the end, and of its micro-batch only four perturbed hidden states can wait for it.
+    assert most < found
+    assert found == 4
+    assert (
+        most_within_idle_time(adjoint, layout, dataclasses.replace(plan, estimator="adjoint"), "queries") == 1
+    )
+
+
 def test_early_exits_fill_what_perturbed_forwards_cannot() -> None:
     costs, layout, plan = pipeline()
 

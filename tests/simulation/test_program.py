@@ -12,7 +12,8 @@ from lightning_hybridop.planning.costs import (
     StageTimes,
     layout_memory,
 )
-from lightning_hybridop.planning.plan import Plan, Stage
+from lightning_hybridop.planning.plan import Plan, ScheduleName, Stage
+from lightning_hybridop.planning.planner import layout_plan
 from lightning_hybridop.schedules import build_schedule
 from lightning_hybridop.schedules.actions import Action, Kind
 from lightning_hybridop.simulation.program import (
@@ -69,15 +70,21 @@ def test_every_schedule_runs_as_when_executed_with_mailboxes(name: str, data: st
     plan = data.draw(plans(schedule=name))  # type: ignore[arg-type]
     schedule = build_schedule(plan)
     forwards = [(stage.last - stage.first) / stage.speed for stage in plan.stages]
+    multiplies = [plan.estimator == "boundary" and stage.role == "zo" for stage in plan.stages]
     stages = [
-        StageTimes(role=s.role, forward=t, backward=2 * t, exit_forward=t, baseline_forward=t)
-        for s, t in zip(plan.stages, forwards, strict=True)
+        StageTimes(role=s.role, forward=t, backward=0 if m else 2 * t, exit_forward=t, baseline_forward=t)
+        for s, t, m in zip(plan.stages, forwards, multiplies, strict=True)
     ]
     count = len(stages)
     expected = execute(plan, schedule)
 
     program = schedule_program(
-        schedule, plan, stages, [LinkTimes()] * (count - 1), resident=[10] * count, kept=[1] * count
+        schedule,
+        plan,
+        stages,
+        [LinkTimes()] * (count - 1),
+        resident=[10] * count,
+        kept=[0 if m else 1 for m in multiplies],
     )
     simulation = simulate(program)
 
@@ -197,3 +204,62 @@ def test_a_layout_takes_the_memory_that_the_planner_grants_it(
     assert all(need <= limit for need, limit in zip(memory, granted, strict=True))
     if exact:
         assert memory == granted
+
+
+@pytest.mark.parametrize(("queries", "together"), [(1, 1), (5, 1), (7, 3), (0, 1)])
+@pytest.mark.parametrize("schedule", ["hybridop", "gpipe", "1f1b"])
+def test_zo_stages_take_the_memory_that_the_planner_grants_an_estimator(
+    queries: int, together: int, schedule: ScheduleName
+) -> None:
+    costs = PipelineCosts(
+        devices=(device("npu-0", zo=True), device("npu-1", zo=True), device("gpu", zo=False)),
+        links=((LinkTimes(transfer=0.5),) * 3,) * 3,
+        micro_batches=4,
+        queries=queries,
+        estimator="boundary",
+        queries_per_forward=together,
+        hidden_bytes=2.0,
+        float32_bytes=4.0,
+    )
+    layout = tuple(Assignment(device=index, first=index, last=index + 1 + (index == 2)) for index in range(3))
+    plan = replace(layout_plan(costs, layout), schedule=schedule)
+    adjoint = replace(costs, estimator="adjoint", queries_per_forward=1)
+
+    first, last, _ = (figures.memory for figures in simulate(layout_program(costs, layout, plan)).devices)
+    granted = layout_memory(costs, layout)
+
+    # 8 perturbed forwards on their way to the next stage; there, 4 unperturbed hidden states, 4 gradients, and 4
+    # perturbed ones (or groups of them) that wait.
+    group = min(queries, together)
+    assert granted[:2] == ((1100 + 8 * group * 2, 100 + 4 * (2 + 4 + group * 4)) if queries else (1100, 100))
+    assert first == granted[0]
+    # Never all of it at a time: gradients are let go of, and perturbed hidden states stop waiting.
+    assert 0.5 * granted[1] < last <= granted[1]
+    # With adjoints, what came in with each micro-batch.
+    held = simulate(layout_program(adjoint, layout, layout_plan(adjoint, layout))).devices
+    assert layout_memory(adjoint, layout)[:2] == (1108, 108) == (held[0].memory, held[1].memory)
+
+
+def test_queries_that_ride_together_take_as_long_and_send_as_much_as_one_after_the_other() -> None:
+    plan = Plan(
+        blocks=3,
+        stages=(Stage(first=0, last=1, role="zo"), Stage(first=1, last=2, role="zo"), Stage(first=2, last=3)),
+        micro_batches=1,
+        queries=3,
+        estimator="boundary",
+        queries_per_forward=2,
+    )
+    stages = [StageTimes(role=stage.role, forward=1, backward=0) for stage in plan.stages]
+    links = [LinkTimes(transfer=0.25, latency=0.5)] * 2
+
+    program = schedule_program(build_schedule(plan), plan, stages, links, resident=[0] * 3, kept=[0] * 3)
+
+    perturbed = [t for t in program.tasks if isinstance(t, Task) and t.action.kind is Kind.PERTURBED]
+    assert sorted((t.device, t.action.query, t.seconds) for t in perturbed) == [
+        (0, 0, 2),
+        (0, 2, 1),
+        (1, 0, 2),
+        (1, 2, 1),
+    ]
+    crossings = [(t.action.query, e.transfer, e.latency) for t in perturbed for e in t.after if e.link]
+    assert sorted(crossings) == [(0, 0.5, 0.5), (2, 0.25, 0.5)]

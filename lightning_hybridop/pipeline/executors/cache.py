@@ -1,0 +1,37 @@
+"""What took long to make, kept on disk: a folder for each set of frozen weights, a file for each graph."""
+
+import hashlib
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_hybridop.devices.cache import CACHE_VARIABLE, cache_folder
+from lightning_hybridop.pipeline.executors.executor import ExecutorError
+
+# Counts up whenever the same blocks would give another graph.
+_FORMAT = 1
+
+
+def stage_folder(weights_hash: str, storage: str) -> Path:
+    """Return the folder of a stage's graphs and weights, having made it.
+
+    Raises:
+        ExecutorError: it cannot be written.
+    """
+    folder = cache_folder() / "executors" / f"{weights_hash}-{storage}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ExecutorError(
+            f"The stage's graphs cannot be kept in {folder} ({error.strerror}): name a writable folder in the environment "
+            f"variable {CACHE_VARIABLE}."
+        ) from error
+    return folder
+
+
+def key_of(*parts: Any) -> str:
+    """Return a short hash of what a graph depends on, and of the versions of what makes it."""
+    versions = [torch.__version__, version("onnx")]
+    return hashlib.sha256(repr((_FORMAT, versions, parts)).encode()).hexdigest()[:20]
