@@ -84,7 +84,7 @@ def assemble(
     blocks = {name: module.get_submodule(name) for name in names}
     factors, own_grouping = grouping_of(module, blocks, zo_parameters, width=anatomy.width)
     groupings = gather_in_order(own_grouping, rank_of_stage)
-    grouping = common_grouping([groupings[i] for i in plan.zo_stages])
+    grouping = common_grouping(groupings, zo_stages=plan.zo_stages)
     plan = _within_grouping(plan, grouping, notice)
     part = plan.stages[stage]
     if part.executor != "torch":

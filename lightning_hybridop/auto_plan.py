@@ -122,7 +122,8 @@ def _planned(cluster: Cluster, workload: Workload, options: Mapping[str, Any]) -
         exit_queries=signs * options["exit_queries"],
         exit_baseline=options["exit_baseline"],
         estimator=options.get("estimator", "loss"),
-        queries_per_forward=signs * options.get("queries_per_forward", 1),
+        queries_per_forward=(signs if options.get("estimator") == "boundary" else 1)
+        * options.get("queries_per_forward", 1),
         use_all=True,
     )
     others = {name: value for name, value in options.items() if name != "micro_batches"}

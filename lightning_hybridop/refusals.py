@@ -1,15 +1,18 @@
 """What a pipeline cannot train, refused before anything is cut: what was found and what to do."""
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_hybridop.estimation.estimators import Directions
 from lightning_hybridop.planning.plan import Plan
+from lightning_hybridop.trainers import callbacks_of
 
 
 def refuse_scaled_losses(precision: Precision) -> None:
@@ -104,3 +107,28 @@ def refuse_row_directions(plan: Plan, directions: Directions) -> None:
             f"directions is 'row' with exit_queries {plan.exit_queries}, but an early exit gives one loss per "
             "micro-batch; set exit_queries=0, or directions='microbatch'."
         )
+
+
+def refuse_averages_on_runtimes(trainer: Trainer, plan: Plan) -> None:
+    """Refuse weight averages where an inference runtime holds a stage's weights: there is nothing to average with."""
+    on_runtime = next((i for i, stage in enumerate(plan.stages) if stage.executor != "torch"), None)
+    averaging = (StochasticWeightAveraging, WeightAveraging)
+    if on_runtime is not None and any(isinstance(callback, averaging) for callback in callbacks_of(trainer)):
+        raise ValueError(
+            f"A callback averages weights, but stage {on_runtime} runs on {plan.stages[on_runtime].executor}, which holds "
+            "them itself; use executor=torch, or leave the callback out."
+        )
+
+
+def refuse_contradictions(plan: Plan, options: Mapping[str, Any]) -> None:
+    """Refuse options beside a given plan that says otherwise; `options` are fields of a plan with their values.
+
+    One that has its default value is taken as not given.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(Plan)}
+    for name, value in options.items():
+        own = getattr(plan, name)
+        if value not in (own, defaults[name]):
+            raise ValueError(
+                f"{name} is {value!r}, but the given plan says {own!r}; change it in the plan, or leave it out."
+            )

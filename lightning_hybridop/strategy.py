@@ -62,6 +62,7 @@ from lightning_hybridop.pipeline.batches import (
     fingerprint,
     join_outputs,
     label_count,
+    loss_is_shifted,
     repeat_rows,
     row_count,
     shares,
@@ -94,7 +95,9 @@ from lightning_hybridop.placement import check_given_plan, check_process_count, 
 from lightning_hybridop.planning.plan import Estimator, Plan, Role, even_plan, load_plan, save_plan
 from lightning_hybridop.refusals import (
     refuse_adapters_across_stages,
+    refuse_averages_on_runtimes,
     refuse_compiled_modules,
+    refuse_contradictions,
     refuse_manual_optimization,
     refuse_row_directions,
     refuse_saved_copies_of_tied_weights,
@@ -239,6 +242,8 @@ class HybridOPStrategy(ParallelStrategy):
         checked = {**self._plan_options}
         if self._plans_itself and micro_batches is None:
             del checked["micro_batches"]
+        if plan is not None:
+            refuse_contradictions(plan, self._plan_options)
         checked_plan = even_plan(blocks=2, stages=2, zo_stages=1, **checked)
         refuse_row_directions(checked_plan if plan is None else plan, directions)
         pair = isinstance(mini_batch, (tuple, list)) and len(mini_batch) == 2
@@ -247,6 +252,7 @@ class HybridOPStrategy(ParallelStrategy):
         self._mini_batch = mini_batch
         self._epsilon = epsilon
         self._directions: Directions = directions
+        self._directions_in_use: Directions = directions
         self._distribution: Distribution = distribution
         self._shrinkage = shrinkage
         self._perturbation_memory = perturbation_memory
@@ -372,6 +378,7 @@ class HybridOPStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         assert self.accelerator is not None and self.cluster_environment is not None
         self.set_world_ranks()
+        self._running_exit_loss = None  # a checkpoint may have one
         self.accelerator.setup_device(self.compute_device)
         if not self.pipelined:
             return
@@ -497,8 +504,9 @@ class HybridOPStrategy(ParallelStrategy):
         )
         self._plan = self._assembly.engine.plan
         refusal = self._assembly.grouping.refusal
-        if self._directions == "row" and refusal is not None:
-            self._directions = "microbatch"
+        self._directions_in_use = self._directions
+        if self._directions == "row" and self._plan.estimator == "boundary" and refusal is not None:
+            self._directions_in_use = "microbatch"
             rank_zero_warn(f"{refusal} Each micro-batch has its own directions instead.")
 
     def _place(self, anatomy: Anatomy) -> Plan:
@@ -547,6 +555,7 @@ class HybridOPStrategy(ParallelStrategy):
             raise ValueError(
                 "The model has no trainable parameter; add a LoRA adapter or unfreeze something."
             )
+        refuse_averages_on_runtimes(trainer, self.plan)
         cut_averages(
             trainer,
             cut=partial(stage_model, anatomy=anatomy, plan=self.plan, stage=self.stage_index),
@@ -569,9 +578,12 @@ class HybridOPStrategy(ParallelStrategy):
         )
         self._updates.attach()
         dtype = str(assembly.engine.boundary_dtypes[self.stage_index]).removeprefix("torch.")
+        executor = self.plan.stages[self.stage_index].executor
         held = {
             **held_by_stage(module, assembly.engine.parameters),
-            "device": str(self.compute_device),
+            "device": str(self.compute_device)
+            if executor == "torch"
+            else f"{self.compute_device} ({executor})",
             "dtype": dtype,
         }
         table = held_table(self.plan, gather_in_order(held, self._rank_of_stage))
@@ -687,12 +699,16 @@ class HybridOPStrategy(ParallelStrategy):
 
     def _estimator_settings(self) -> EstimatorSettings:
         _, assembly = self._module_and_assembly()
-        estimating = [assembly.arithmetic[stage] for stage in self.plan.zo_stages]
+        # Losses carry the rounding of all stages, hidden states at the boundary that of the zo stages alone.
+        stages = self.plan.zo_stages
+        if stages and self.plan.estimator == "loss":
+            stages = tuple(range(len(self.plan.stages)))
+        estimating = [assembly.arithmetic[stage] for stage in stages]
         dtypes = [str(dtype).removeprefix("torch.") for dtype in estimating] or ["float32"]
         return EstimatorSettings(
             seed=self.seed,
             epsilon=self._epsilon or max(DEFAULT_EPSILON[dtype] for dtype in dtypes),
-            directions=self._directions,
+            directions=self._directions_in_use,
             distribution=self._distribution,
             dimensions=assembly.grouping.dimensions if self._shrinkage else None,
             resolution=max(RESOLUTION[dtype] for dtype in dtypes),
@@ -704,7 +720,7 @@ class HybridOPStrategy(ParallelStrategy):
         fitting = copies_that_fit(
             assembly.grouping,
             token_shapes,
-            directions=self._directions,
+            directions=self._directions_in_use,
             memory=self._perturbation_memory,
         )
         return min(self.plan.queries_per_forward, fitting)
@@ -806,16 +822,10 @@ class HybridOPStrategy(ParallelStrategy):
 
     def _micro_batch_weight(self, rows: Any) -> float:
         chosen = self._hooks.micro_batch_weight(rows) if self._hooks else None
-        return label_count(rows, shifted=self._loss_is_shifted) if chosen is None else chosen
-
-    @property
-    def _loss_is_shifted(self) -> bool:
-        """Whether labels stand one position behind their prediction, as in Hugging Face's causal language models."""
+        if chosen is not None:
+            return chosen
         assert self.lightning_module is not None
-        # The outermost model's: one with a head holds one without, whose loss is nobody's.
-        models = (child for child in self.lightning_module.modules() if hasattr(child, "loss_type"))
-        outermost = next(models, None)
-        return outermost is not None and outermost.loss_type in (None, "ForCausalLM")
+        return label_count(rows, shifted=loss_is_shifted(self.lightning_module))
 
     def _on_device(self, rows: Any) -> Any:
         assert self.lightning_module is not None
@@ -938,7 +948,7 @@ class HybridOPStrategy(ParallelStrategy):
     ) -> None:
         if self.pipelined:
             checkpoint = with_plain_hyper_parameters(checkpoint)
-            if self._running_exit_loss is not None:
+            if self._running_exit_loss is not None and self.plan.exit_baseline == "running":
                 checkpoint[RUNNING_EXIT_LOSS] = self._running_exit_loss
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -979,6 +989,11 @@ class HybridOPStrategy(ParallelStrategy):
             saved = trainable | frozen_adapters(self.lightning_module)
             with torch.no_grad():
                 for name in saved.keys() & state.keys():
+                    if saved[name].shape != state[name].shape:
+                        raise ValueError(
+                            f"{name} has the shape {tuple(state[name].shape)} in the checkpoint and {tuple(saved[name].shape)} "
+                            "here; use the adapter configuration (rank, and zo_rank with its blocks) that it was made with."
+                        )
                     saved[name].copy_(state[name])
 
     @override

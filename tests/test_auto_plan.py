@@ -41,7 +41,15 @@ def test_a_module_without_a_language_model_is_refused() -> None:
         _language_model(module)
 
 
-@pytest.mark.parametrize("given", [{}, {"estimator": "boundary", "queries_per_forward": 2}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"difference": "central"},
+        {"estimator": "boundary", "queries_per_forward": 2},
+        {"estimator": "boundary", "difference": "central"},
+    ],
+)
 def test_the_estimator_is_planned_for(given: dict[str, Any]) -> None:
     profile = DeviceProfile(
         name="any", forward_tflops={"float32": 1.0}, backward_tflops={"float32": 1.0}, memory_gb=1.0

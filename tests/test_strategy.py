@@ -230,3 +230,22 @@ def test_a_checkpoint_is_read_before_a_module_is_attached(tmp_path: Path) -> Non
     checkpoint = HybridOPStrategy().load_checkpoint(tmp_path / "last.ckpt", weights_only=True)
 
     assert checkpoint["state_dict"]["weight"].equal(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "own"),
+    [("estimator", "adjoint", "loss"), ("queries", 3, 2), ("difference", "central", "forward")],
+)
+def test_options_that_contradict_a_given_plan_are_refused(option: str, value: Any, own: Any) -> None:
+    plan = even_plan(blocks=6, stages=2, zo_stages=1, queries=2)
+
+    with pytest.raises(
+        ValueError, match=f"^{option} is {value!r}, but the given plan says {own!r}; change it in the plan"
+    ):
+        HybridOPStrategy(plan, **{option: value})
+
+
+def test_options_that_say_what_a_given_plan_says_are_taken() -> None:
+    plan = even_plan(blocks=6, stages=2, zo_stages=1, queries=2)
+
+    assert HybridOPStrategy(plan, queries=2, micro_batches=4).num_processes == 2

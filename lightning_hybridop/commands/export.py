@@ -40,7 +40,9 @@ def export(overrides: Sequence[str]) -> None:
         weights=run.config.weights or stage.weights,
     )
     console = Console()
-    title = f"{run.config.model.name}, blocks {stage.block_range}, {run.config.rows} x {run.config.length} tokens"
+    title = (
+        f"{run.config.model.name}, blocks {stage.block_range}, {run.config.rows} x {run.config.length} tokens"
+    )
     console.print(operator_table({graph.path.name: graph.operators for graph in graphs}, title=title))
     _print_files(console, run.folder)
 
@@ -72,7 +74,7 @@ def _stage(config: DictConfig, blocks: int) -> Stage:
         return Stage(first=config.first, last=last)
     stages = load_plan(config.plan).stages
     check_whole("stage", config.stage, 0, len(stages) - 1, error=ConfigurationError)
-    stage = stages[config.stage]
+    stage: Stage = stages[config.stage]
     if stage.last > blocks:
         raise ConfigurationError(
             f"plan: stage {config.stage} ends with block {stage.last - 1}, but {config.model.name} has {blocks} blocks; pass the "

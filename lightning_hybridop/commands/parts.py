@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from hydra.utils import instantiate
 from lightning import LightningModule
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_hybridop.commands.configuration import ConfigurationError
 from lightning_hybridop.commands.planned import (
@@ -39,6 +39,10 @@ PLAN_OPTIONS = (
     "exit_baseline",
 )
 """The options of `strategy` that are part of a plan."""
+
+
+TORCH = {"zo_executor": "torch", "zo_dtype": None, "zo_weights": None}
+"""A cluster whose forward-only stages run as they are loaded."""
 
 
 def run_plan(config: DictConfig) -> Plan:
@@ -159,6 +163,11 @@ def run_strategy(config: DictConfig, plan: Plan) -> HybridOPStrategy:
                 f"plan=auto plans for zo stages that learn, but cluster.zo_role is {config.cluster.zo_role}; run it once, "
                 "and give the stages that role in the plan.yaml that it leaves."
             )
+        if _arithmetic(config.cluster) != _arithmetic(OmegaConf.create(TORCH)):
+            raise ConfigurationError(
+                "plan=auto measures torch, but the cluster's zo stages are to run on something else; leave cluster.zo_executor, "
+                "zo_dtype and zo_weights out, and put them into the plan.yaml that the run leaves."
+            )
         made = factory(config.strategy)(
             plan=AUTO,
             stages=len(plan.stages),
@@ -177,15 +186,16 @@ def run_module(config: DictConfig, plan: Plan) -> LightningModule:
 
     Raises ConfigurationError where it is not known beforehand which blocks those hold.
     """
-    options = config.model
-    zo_blocks = 0 if plan.exit_stage is None else plan.stages[plan.exit_stage].last
-    if options.get("zo_rank") is not None and config.plan == AUTO:
+    made = factory(config.model, without=("name", "blocks"))
+    if config.model.get("zo_rank") is None:
+        return cast(LightningModule, made(config.model.name))
+    if config.plan == AUTO:
         raise ConfigurationError(
             "model.zo_rank is set, but with plan=auto the blocks of zo stages are known only once the processes have measured "
             "themselves; run it once and pass the plan.yaml that it leaves."
         )
-    made = factory(options, without=("name", "blocks"))(options.name, zo_blocks=zo_blocks)
-    return cast(LightningModule, made)
+    zo_blocks = 0 if plan.exit_stage is None else plan.stages[plan.exit_stage].last
+    return cast(LightningModule, made(config.model.name, zo_blocks=zo_blocks))
 
 
 def row_length(config: DictConfig) -> int:

@@ -10,6 +10,7 @@ of the loss to first order, known on the last zo stage. It is the same formula w
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -161,11 +162,12 @@ def estimate(
             )
             for index in usable
         ]
+        times = Counter(keys)
         for key, index in zip(keys, usable, strict=True):
             derivative = query_sign(index, difference) * measured[unit, index][0]
             coefficients[key] = coefficients.get(key, 0.0) + weights[unit] * derivative / len(usable)
             # An antithetic pair measures one derivative twice.
-            share = (weights[unit] if shared else 1.0) / keys.count(key)
+            share = (weights[unit] if shared else 1.0) / times[key]
             derivatives[key] = derivatives.get(key, 0.0) + share * derivative
     if dimensions is not None and coefficients:
         factor = shrinkage(directions=len(coefficients), dimensions=dimensions, distribution=distribution)

@@ -4,7 +4,7 @@ A LoRA factor gets a leading dimension of groups, and its product becomes a batc
 direction, and several queries of a micro-batch can ride in one forward.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -46,11 +46,16 @@ def factor_layers(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Linea
 
 @contextmanager
 def perturbed_in_groups(
-    factors: Mapping[str, nn.Linear], moves: Sequence[tuple[DirectionKey, float]]
+    factors: Mapping[str, nn.Linear],
+    moves: Sequence[tuple[DirectionKey, float]],
+    *,
+    rows: int,
+    length: int,
 ) -> Iterator[None]:
     """Inside the block the rows, in `len(moves)` equal groups in order, meet `theta + scale * z(key)`, one for each move.
 
-    `factors` are the layers of the parameters by name. The parameters themselves are not touched.
+    `factors` are the layers of the parameters by name. The parameters themselves are not touched. Raises GroupingError
+    for a layer that does not see the tokens [rows, length] in this order, as one behind a router of experts.
     """
     with ExitStack() as stack:
         for name, layer in factors.items():
@@ -60,6 +65,7 @@ def perturbed_in_groups(
             drawn = (direction(key, name, weight.shape).to(weight.device, wide) for key, _ in moves)
             moved = [torch.add(original, z, alpha=scale) for z, (_, scale) in zip(drawn, moves, strict=True)]
             stack.enter_context(multiplying_by_group(layer, torch.stack(moved).to(weight.dtype)))
+            layer.forward = partial(_checked, layer.forward, name, rows, length)  # type: ignore[method-assign]
         yield
 
 
@@ -80,6 +86,19 @@ def multiplying_by_group(layer: nn.Linear, weight_GOI: Tensor) -> Iterator[None]
     finally:
         del layer.forward, layer.grouped_weight
         vars(layer).update(earlier)
+
+
+def _checked(
+    forward: Callable[[Tensor], Tensor], name: str, rows: int, length: int, input_TI: Tensor
+) -> Tensor:
+    shape = input_TI.shape[:-1]
+    if shape.numel() != rows * length or shape[0] not in (rows, rows * length):
+        raise GroupingError(
+            f"{name} is called with tokens of shape {tuple(shape)}, where {rows} rows of {length} were expected, so it cannot "
+            "have directions for single rows, nor for several queries in one forward; use directions='microbatch' and "
+            "queries_per_forward=1."
+        )
+    return forward(input_TI)
 
 
 def _forward(layer: nn.Linear, input_TI: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """What the ready LightningModules share: LoRA adapters, the optimizer with its warm-up, hyperparameters, a loss."""
 
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, Unpack
@@ -104,7 +105,7 @@ def with_adapters(model: PreTrainedModel, task: TaskType, settings: Mapping[str,
 def _names_in_blocks(model: PreTrainedModel, blocks: int) -> str:
     """Return what matches the names of all modules in the first `blocks` blocks, in peft's sense."""
     numbers = "|".join(map(str, range(blocks)))
-    return rf"{find_blocks(model, None).rpartition('.')[2]}\.({numbers})\..*"
+    return rf"{re.escape(find_blocks(model, None))}\.({numbers})\..*"
 
 
 def warmed_up_optimizer(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class BatchError(ValueError):
@@ -125,6 +125,13 @@ def label_count(batch: Any, *, shifted: bool) -> float:
         return float(row_count(batch))
     counted = labels[:, 1:] if shifted and labels.ndim == 2 else labels
     return float((counted != -100).sum())
+
+
+def loss_is_shifted(module: nn.Module) -> bool:
+    """Tell whether labels stand one position behind their prediction, as in Hugging Face's causal language models."""
+    # The outermost model's: one with a head holds one without, whose loss is nobody's.
+    outermost = next((child for child in module.modules() if hasattr(child, "loss_type")), None)
+    return outermost is not None and outermost.loss_type in (None, "ForCausalLM")
 
 
 def shares(counts: list[float]) -> list[float]:

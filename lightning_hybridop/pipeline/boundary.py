@@ -11,8 +11,9 @@ class InnerProducts:
 
     `G = dL/dh` comes back from the first bp stage once per micro-batch. A perturbed hidden state that was made before
     waits for it as its difference from the unperturbed one; by the schedule at most as many forwards do as there are
-    micro-batches. Held are thus at most 3 hidden states for each micro-batch on average: the unperturbed one, G, and a
-    waiting one (one for each query of a forward); a micro-batch's are let go with its last perturbed forward.
+    micro-batches (twice as many with a central difference). Held are thus at most 3 hidden states for each micro-batch on
+    average: the unperturbed one, G, and a waiting one (one for each query of a forward, and sign); a micro-batch's are
+    let go with its last perturbed forward.
 
     Args:
         perturbed: how many perturbed forwards each micro-batch has.
@@ -63,7 +64,8 @@ class InnerProducts:
             return
         for action, moved_QBTD in self._waiting.pop(micro_batch, []):
             assert action.query is not None
-            by_row_QB = (moved_QBTD * gradient_BTD).sum(dim=(2, 3), dtype=torch.float64)
+            # float64 on the CPU: not every device has it.
+            by_row_QB = (moved_QBTD * gradient_BTD).sum(dim=3).cpu().double().sum(dim=2)
             for offset, row_changes in enumerate(by_row_QB.tolist()):
                 self.changes[micro_batch, action.query + offset, action.sign] = tuple(row_changes)
             self._left[micro_batch] -= 1

@@ -94,7 +94,7 @@ class PacedChannel:
 
     def send(self, tensor: Tensor, action: Action, dtype: torch.dtype) -> None:
         """Let `tensor` travel over the link as `dtype`."""
-        self._free_at = max(self._free_at, time.perf_counter()) + self._transfer
+        self._free_at = max(self._free_at, time.perf_counter()) + action.count * self._transfer
         arrival = self._free_at + self._latency
         self._underway.append((action, self._courier.submit(self._deliver, arrival, tensor, action, dtype)))
 
@@ -111,7 +111,7 @@ class PacedChannel:
         return self._channel.receive(action)
 
     def wait_until_taken(self, action: Action) -> None:
-        """Wait until what was sent for `action` has been delivered and taken, and all that was sent before."""
+        """Wait until what was sent for `action` has been delivered and taken."""
         while any(sent == action for sent, _ in self._underway):
             self._underway.pop(0)[1].result()
         self._channel.wait_until_taken(action)

@@ -128,7 +128,7 @@ class Engine:
             factors=self.factors,
             device=self.device,
             steps=steps,
-            row_counts=[rows for rows, _ in token_shapes],
+            token_shapes=token_shapes,
             weights=weights,
             perturbation=perturbation,
         )
@@ -189,17 +189,24 @@ class Engine:
         for action in actions[position : position + 1 + RECEIVES_AHEAD]:
             source = self._source(action)
             if source is not None and not self.channels[source].is_posted(action):
-                sender = self.stage if action.kind is Kind.BACKWARD else source
+                backward = action.kind is Kind.BACKWARD
+                dtype = self._gradient_dtype(self.stage) if backward else self.boundary_dtypes[source]
                 rows, length = token_shapes[action.micro_batch]
                 shape = (rows * action.count, length, self.width)
-                self.channels[source].post(action, shape, self.boundary_dtypes[sender])
+                self.channels[source].post(action, shape, dtype)
         source = self._source(actions[position])
         return None if source is None else self.channels[source].receive(actions[position]).to(self.device)
 
     def _send(self, action: Action, tensor: Tensor) -> None:
-        backward = action.kind is Kind.BACKWARD
-        target = self.stage - 1 if backward else self.stage + 1
-        self.channels[target].send(tensor, action, self.boundary_dtypes[target if backward else self.stage])
+        if action.kind is Kind.BACKWARD:
+            self.channels[self.stage - 1].send(tensor, action, self._gradient_dtype(self.stage - 1))
+        else:
+            self.channels[self.stage + 1].send(tensor, action, self.boundary_dtypes[self.stage])
+
+    def _gradient_dtype(self, stage: int) -> torch.dtype:
+        """Return what a stage receives gradients in: its own dtype, but for float16, which small gradients fall out of."""
+        dtype = self.boundary_dtypes[stage]
+        return torch.float32 if dtype == torch.float16 else dtype
 
     def _record(self, action: Action, started: float, timeline: list[TimedAction]) -> None:
         if self.device.type != "cpu":

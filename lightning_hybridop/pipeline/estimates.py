@@ -127,8 +127,9 @@ def warn_of_lost_and_drowned(
     """Warn of lost and of drowned directions; `moved` tells whether this stage has parameters that should show."""
     if result.dropped:
         warnings.warn(
-            f"{result.dropped} of {result.dropped + len(result.derivatives)} directions gave a loss that is not "
-            "finite and were dropped; a smaller epsilon or learning rate helps if this goes on.",
+            f"{result.dropped} of {result.dropped + len(result.derivatives)} directions gave "
+            f"{'an inner product' if measured.products else 'a loss'} that is not finite and were dropped; a smaller "
+            "epsilon or learning rate helps if this goes on.",
             stacklevel=2,
         )
     elif measured.products:

@@ -121,7 +121,7 @@ def measure_method(
 ) -> Iterator[Quality]:
     """Yield a method's quality with each of the `counts` of queries, from one run with the most of them.
 
-    `plan` gives the stages, `true` the gradient of every parameter of the zo stages. The adjoint has one quality, that
+    `plan` gives the stages, `true` the gradient of every parameter that zo stages train. The adjoint has one quality, that
     of no query. `module` is left as it is.
     """
     counts = (0,) if method.estimator == "adjoint" else sorted(counts)
@@ -134,7 +134,8 @@ def measure_method(
         queries_per_forward=1,
     )
     settings = replace(settings, directions=method.directions)
-    engines = engines_of(module, anatomy, plan)
+    names = true.keys()
+    engines = engines_of(module, anatomy, plan, perturbable=names)
     # Once beforehand, so that nothing is compiled or allocated while it is timed.
     _run(engines, replace(plan, queries=min(1, counts[-1])), step, batch, settings)
     works, sent = _run(engines, plan, step, batch, settings)
@@ -171,12 +172,15 @@ def directional_derivatives(
 ) -> dict[DirectionKey, float]:
     """Return the derivative that an estimator measures along each of its directions."""
     plan = replace(plan, estimator=estimator, micro_batches=len(batch.micro_batches), queries=queries)
-    works, _ = _run(engines_of(module, anatomy, plan), plan, step, batch, settings)
+    names = zo_names(module, anatomy, plan)
+    works, _ = _run(engines_of(module, anatomy, plan, perturbable=names), plan, step, batch, settings)
     return dict(_estimate(works, plan, batch, settings).derivatives)
 
 
 def likeness(found: Gradients, true: Gradients) -> Likeness:
-    """Compare a gradient with the true one over the parameters that it has, in float64."""
+    """Compare a gradient with the true one over the parameters that it has, in float64; 0 without any."""
+    if not found:
+        return Likeness(cosine=0.0, norm_ratio=0.0)
     flat = torch.cat([gradient.double().flatten() for gradient in found.values()])
     expected = torch.cat([true[name].double().flatten() for name in found])
     size, true_size = float(flat.norm()), float(expected.norm())

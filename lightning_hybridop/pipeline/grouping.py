@@ -32,7 +32,7 @@ def grouping_of(
 ) -> tuple[dict[str, nn.Linear] | None, Grouping]:
     """Return the layers of a stage's perturbed `parameters`, None where groups are refused, and the stage's grouping.
 
-    `blocks` are those of the stage by name, `width` is the size D of the hidden state.
+    `module` is cut down to the stage, `blocks` are those of the stage by name, `width` is the size D of the hidden state.
     """
     factors, refusal = None, None
     try:
@@ -41,21 +41,27 @@ def grouping_of(
         refusal = str(error)
     return factors, Grouping(
         refusal=refusal,
-        dropout=next(filter(None, map(dropout_in, blocks, blocks.values())), None),
+        dropout=dropout_in(module),
         dimensions=sum(parameter.numel() for parameter in parameters.values()),
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters.values()),
         token_bytes=max(_token_bytes(block, width) for block in blocks.values()),
     )
 
 
-def common_grouping(groupings: Sequence[Grouping]) -> Grouping:
-    """Return what holds for all zo stages together."""
+def common_grouping(groupings: Sequence[Grouping], *, zo_stages: Sequence[int]) -> Grouping:
+    """Return what holds for all zo stages together; what stands before one runs the copies as well, and must not drop out.
+
+    `groupings` are those of all stages.
+    """
+    zo = [groupings[stage] for stage in zo_stages]
     return Grouping(
-        refusal=next((its.refusal for its in groupings if its.refusal), None),
-        dropout=next((its.dropout for its in groupings if its.dropout), None),
-        dimensions=sum(its.dimensions for its in groupings),
-        parameter_bytes=max((its.parameter_bytes for its in groupings), default=0),
-        token_bytes=max((its.token_bytes for its in groupings), default=0),
+        refusal=next((its.refusal for its in zo if its.refusal), None),
+        dropout=next(
+            (its.dropout for its in groupings[: max(zo_stages, default=-1) + 1] if its.dropout), None
+        ),
+        dimensions=sum(its.dimensions for its in zo),
+        parameter_bytes=max((its.parameter_bytes for its in zo), default=0),
+        token_bytes=max((its.token_bytes for its in zo), default=0),
     )
 
 
@@ -70,16 +76,16 @@ def copies_that_fit(
     return max(1, int(memory * MIB // max(1, largest)))
 
 
-def dropout_in(name: str, block: nn.Module) -> str | None:
-    """Return the name of a module in a block that drops out, by a layer or by a probability of its own; None if none."""
-    for path, child in block.named_modules(prefix=name):
+def dropout_in(module: nn.Module) -> str | None:
+    """Return the name of a part that drops out (or adds noise), by a layer or by a probability of its own; None if none."""
+    for path, child in module.named_modules():
         if isinstance(child, nn.modules.dropout._DropoutNd):
             if child.p > 0.0:
                 return str(path)
             continue
         for attribute, value in vars(child).items():
-            if "drop" in attribute and isinstance(value, float) and value > 0.0:
-                return f"{path}.{attribute}"
+            if ("drop" in attribute or "jitter" in attribute) and isinstance(value, float) and value > 0.0:
+                return f"{path}.{attribute}".removeprefix(".")
     return None
 
 

@@ -3,7 +3,7 @@
 import copy
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -24,8 +24,13 @@ from lightning_hybridop.schedules.timeline import TimedAction
 CPU = torch.device("cpu")
 
 
-def engines_of(module: nn.Module, anatomy: Anatomy, plan: Plan) -> list[Engine]:
-    """Return an engine for each stage, without neighbours, over a copy of `module` that is cut down to the stage."""
+def engines_of(
+    module: nn.Module, anatomy: Anatomy, plan: Plan, *, perturbable: Collection[str]
+) -> list[Engine]:
+    """Return an engine for each stage, without neighbours, over a copy of `module` that is cut down to the stage.
+
+    `perturbable` are the names of the parameters that zo stages train.
+    """
     engines = []
     for number, stage in enumerate(plan.stages):
         own = copy.deepcopy(module)
@@ -34,7 +39,8 @@ def engines_of(module: nn.Module, anatomy: Anatomy, plan: Plan) -> list[Engine]:
             frozen_dtype(own, getattr(torch, stage.dtype))
         names = [f"{anatomy.blocks_name}.{index}" for index in range(stage.first, stage.last)]
         blocks = {name: own.get_submodule(name) for name in names}
-        zo_parameters = parameters if stage.role == "zo" else {}
+        estimates = stage.role == "zo"
+        zo_parameters = {n: p for n, p in parameters.items() if estimates and n in perturbable}
         factors, _ = grouping_of(own, blocks, zo_parameters, width=anatomy.width)
         keep_behind = plan.exit_queries > 0 and number == plan.exit_stage
         model = StageModel(own, anatomy, first=stage.first, last=stage.last, keep_behind=keep_behind)
@@ -44,7 +50,7 @@ def engines_of(module: nn.Module, anatomy: Anatomy, plan: Plan) -> list[Engine]:
                 executor=stage.executor,
                 dtype=stage.dtype,
                 weights=stage.weights,
-                needs_vjp=stage.role == "zo" and plan.estimator == "adjoint",
+                needs_vjp=estimates and plan.estimator == "adjoint",
             )
         engines.append(
             Engine(

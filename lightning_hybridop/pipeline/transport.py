@@ -93,22 +93,23 @@ class Channel:
         return posted.wire.view(posted.dtype)
 
     def wait_until_taken(self, action: Action) -> None:
-        """Wait until the neighbour has taken what was sent for `action`, and all that was sent before."""
-        while any(sent == action for sent, _, _ in self._sent):
-            self._await_oldest()
+        """Wait until the neighbour has taken what was sent for `action`, whatever it has not taken of before."""
+        place = next((i for i, (sent, _, _) in enumerate(self._sent) if sent == action), None)
+        if place is not None:
+            self._await_send(place)
 
     def flush(self) -> None:
         """Wait until every send has been taken by the neighbour."""
         while self._sent:
-            self._await_oldest()
+            self._await_send(0)
 
-    def _await_oldest(self) -> None:
-        action, work, _ = self._sent[0]
+    def _await_send(self, place: int) -> None:
+        action, work, _ = self._sent[place]
         try:
             work.wait(self._timeout)
         except RuntimeError as error:
             raise self._lost(action, "did not take", error) from error
-        self._sent.pop(0)
+        self._sent.pop(place)
 
     def abandon(self) -> None:
         """Forget all pending messages, after a failure."""

@@ -88,7 +88,7 @@ class Work:
         factors: the layers of `zo_parameters`, if those are LoRA factors that groups of rows can have values of.
         device: where the stage computes.
         steps: the user's step.
-        row_counts: the number of rows of each micro-batch.
+        token_shapes: the micro-batches' (rows, length).
         weights: the micro-batches' shares of the loss.
         perturbation: how directions are drawn.
     """
@@ -105,7 +105,7 @@ class Work:
         factors: Mapping[str, nn.Linear] | None,
         device: torch.device,
         steps: Steps,
-        row_counts: Sequence[int],
+        token_shapes: Sequence[tuple[int, int]],
         weights: Sequence[float],
         perturbation: Perturbation,
     ) -> None:
@@ -122,7 +122,7 @@ class Work:
         self._factors = factors
         self._device = device
         self._steps = steps
-        self._row_counts = row_counts
+        self._token_shapes = token_shapes
         self._weights = weights
         self._perturbation = perturbation
         self._kept: dict[int, _Kept] = {}
@@ -168,7 +168,9 @@ class Work:
             return self._steps.base(action.micro_batch)
 
         if received_BTD is not None and self._learns_by_backward:
-            received_BTD.requires_grad_()
+            # Its gradient has its dtype, and float16 has no room for small ones.
+            wide = received_BTD.dtype == torch.float16
+            received_BTD = (received_BTD.float() if wide else received_BTD).requires_grad_()
         with torch.set_grad_enabled(self._learns_by_backward):
             if self._is_last:
                 end = loss_of(self._model.output(run, received_BTD))
@@ -206,8 +208,7 @@ class Work:
         def run() -> Any:
             return self._steps.perturbed(action.micro_batch, action.count)
 
-        rows = self._row_counts[action.micro_batch]
-        with self._moved(action, action.query, rows=rows):
+        with self._moved(action, action.query):
             if self._is_last:
                 loss = loss_of(self._model.output(run, received_BTD))
                 self.outcome.perturbed[action.micro_batch, action.query, action.sign] = float(loss)
@@ -235,11 +236,12 @@ class Work:
                 return None
             return self._model.hidden(lambda: self._steps.early_exit(action.micro_batch), received_BTD)
 
-    def _moved(self, action: Action, query: int, *, rows: int = 1) -> AbstractContextManager[None]:
+    def _moved(self, action: Action, query: int) -> AbstractContextManager[None]:
         """Move this stage's zo parameters along the directions of an action; other roles have none to move.
 
-        `query` numbers the first of its directions, `rows` are those of its micro-batch.
+        `query` numbers the first of its directions.
         """
+        rows, length = self._token_shapes[action.micro_batch]
         row_numbers = range(rows) if self._perturbation.directions == "row" else (None,)
         moves = [
             (
@@ -254,7 +256,7 @@ class Work:
         if not self._zo_parameters:
             return nullcontext()
         assert self._factors is not None
-        return perturbed_in_groups(self._factors, moves)
+        return perturbed_in_groups(self._factors, moves, rows=rows * action.count, length=length)
 
     def _key(self, micro_batch: int, query: int, row: int | None) -> DirectionKey:
         return query_key(

@@ -283,6 +283,11 @@ def _check_stage(index: int, stage: Any) -> None:
             f"{where}.executor: found {stage.executor} on a bp stage, but an inference runtime does not back-propagate; use "
             "torch, or give the stage another role."
         )
+    if stage.executor != "torch" and stage.device != "cpu":
+        raise PlanError(
+            f"{where}.executor: found {stage.executor} on the device {stage.device}, but torch's part of such a stage stays on "
+            "the CPU; set device to cpu."
+        )
     if stage.weights is not None and stage.executor == "torch":
         raise PlanError(
             f"{where}.weights: found {stage.weights} with the executor torch, but only an inference runtime has it; choose "

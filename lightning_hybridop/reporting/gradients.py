@@ -19,7 +19,9 @@ _COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377")
 
 def gradients_table(rows: Sequence[Row], *, stages: Sequence[int], title: str) -> Table:
     """Return one row per estimator and number of queries; `stages` are the zo stages, shown one by one if several."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
     shown = list(stages) if len(stages) > 1 else []
     table.add_column("estimator", no_wrap=True)
     for name in ("Q", "cosine", *(f"stage {stage}" for stage in shown), "norm"):

@@ -6,7 +6,7 @@ import pytest
 from omegaconf import DictConfig
 
 from lightning_hybridop.commands.configuration import ConfigurationError, compose_runs
-from lightning_hybridop.commands.parts import run_emulation, run_plan, run_strategy
+from lightning_hybridop.commands.parts import run_emulation, run_module, run_plan, run_strategy
 from lightning_hybridop.planning.plan import even_plan, save_plan
 
 
@@ -103,3 +103,28 @@ def test_one_device_alone_is_no_pipeline_to_emulate() -> None:
 
     with pytest.raises(ConfigurationError, match="alone is the fastest of this cluster"):
         run_plan(config)
+
+
+@pytest.mark.parametrize("override", ["cluster.zo_executor=openvino", "cluster.zo_dtype=bfloat16"])
+def test_a_plan_that_processes_make_themselves_is_made_for_torch(override: str) -> None:
+    config = configured("recipe=quickstart", "plan=auto", override)
+
+    with pytest.raises(ConfigurationError, match="plan=auto measures torch"):
+        run_strategy(config, run_plan(config))
+
+
+def test_the_executor_of_a_local_cluster_is_that_of_its_zo_stages() -> None:
+    config = configured("recipe=quickstart", "cluster.zo_executor=openvino", "cluster.zo_weights=int8")
+
+    stages = run_plan(config).stages
+
+    assert [(stage.executor, stage.weights) for stage in stages] == [("openvino", "int8")] * 2 + [
+        ("torch", None)
+    ] * 2
+
+
+def test_adapters_of_another_rank_need_to_know_the_zo_stages() -> None:
+    config = configured("recipe=quickstart", "plan=auto", "model.zo_rank=1")
+
+    with pytest.raises(ConfigurationError, match=r"model.zo_rank is set, but with plan=auto"):
+        run_module(config, run_plan(config))

@@ -217,3 +217,21 @@ def test_the_running_mean_of_exit_losses_saves_a_forward_and_goes_on_after_a_res
 
 def _last_checkpoint(folder: Path) -> list[Callback]:
     return [ModelCheckpoint(folder, save_last=True, every_n_train_steps=1, enable_version_counter=False)]
+
+
+def test_exits_between_the_perturbed_forwards_of_unlike_stages_end() -> None:
+    # The first stage fills its gaps with exits, which the slower second one takes only behind all perturbed forwards.
+    plan = Plan(
+        blocks=BLOCKS,
+        stages=(
+            Stage(first=0, last=2, role="zo", speed=2.0),
+            Stage(first=2, last=4, role="zo"),
+            Stage(first=4, last=6),
+        ),
+        estimator="boundary",
+        queries=6,
+        exit_queries=1,
+    )
+    ((*runs,),) = run_jobs([job(plan=plan, timeout=20)], 3)
+
+    assert len(runs[0].derivatives[0]) == 4 * 7

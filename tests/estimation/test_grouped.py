@@ -67,7 +67,7 @@ def test_rows_with_directions_of_their_own_equal_a_loop_over_rows(name: str, dty
             one_by_one.append(logits(model, tokens_BT[row : row + 1]))
 
     moves = [(key(row), (-1) ** row * EPSILON) for row in range(ROWS)]
-    with perturbed_in_groups(factor_layers(model, list(parameters)), moves):
+    with perturbed_in_groups(factor_layers(model, list(parameters)), moves, rows=ROWS, length=5):
         together = logits(model, tokens_BT)
 
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
@@ -82,7 +82,8 @@ def test_after_an_error_the_layers_are_as_they_were() -> None:
     tokens_BT = torch.full((2, 3), 5)
     before = logits(model, tokens_BT)
 
-    with pytest.raises(ArithmeticError), perturbed_in_groups(factors, [(key(0), 1.0), (key(1), 1.0)]):
+    moves = [(key(0), 1.0), (key(1), 1.0)]
+    with pytest.raises(ArithmeticError), perturbed_in_groups(factors, moves, rows=2, length=3):
         raise ArithmeticError
 
     assert logits(model, tokens_BT).equal(before)
@@ -115,3 +116,20 @@ def test_adapters_that_are_more_than_two_factors_are_refused(options: dict[str, 
 
     with pytest.raises(GroupingError, match=f"{what} is not a factor of plain LoRA"):
         factor_layers(model, list(trained(model)))
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (5,)], ids=str)
+def test_layers_that_see_other_tokens_are_refused(shape: tuple[int, ...]) -> None:
+    model = tiny_llama(blocks=2)
+    factors = factor_layers(model, list(trained(model)))
+    layer = next(iter(factors.values()))
+
+    moves = [(key(0), 1.0), (key(1), 1.0)]
+    with (
+        perturbed_in_groups(factors, moves, rows=2, length=3),
+        pytest.raises(
+            GroupingError, match=r"lora_A.default.weight is called with tokens of shape .* 2 rows of 3"
+        ),
+    ):
+        layer(torch.zeros(*shape, layer.in_features))
+    assert "forward" not in vars(layer)

@@ -48,24 +48,25 @@ def test_dropout_is_found_by_layer_and_by_probability() -> None:
     model = tiny_llama(blocks=2, dropout=0.1)
     block = model.get_base_model().model.layers[0]
 
-    assert dropout_in("b", block) == "b.self_attn.q_proj.lora_dropout.default"
+    assert dropout_in(block) == "self_attn.q_proj.lora_dropout.default"
     plain = tiny_llama(blocks=2).get_base_model().model.layers[0]
-    assert dropout_in("b", plain) is None
+    assert dropout_in(plain) is None
     plain.self_attn.attention_dropout = 0.2
-    assert dropout_in("b", plain) == "b.self_attn.attention_dropout"
+    assert dropout_in(plain) == "self_attn.attention_dropout"
 
 
 def test_what_holds_for_all_stages() -> None:
     parts = [
+        Grouping(dropout="drop in front"),
         Grouping(dimensions=3, parameter_bytes=12, token_bytes=5),
-        Grouping(dropout="drop", dimensions=4, parameter_bytes=8, token_bytes=7),
-        Grouping(refusal="no"),
+        Grouping(refusal="no", dimensions=4, parameter_bytes=8, token_bytes=7),
+        Grouping(refusal="not asked", dropout="dropped behind", dimensions=9, token_bytes=99),
     ]
 
-    assert common_grouping(parts) == Grouping(
-        refusal="no", dropout="drop", dimensions=7, parameter_bytes=12, token_bytes=7
+    assert common_grouping(parts, zo_stages=[1, 2]) == Grouping(
+        refusal="no", dropout="drop in front", dimensions=7, parameter_bytes=12, token_bytes=7
     )
-    assert common_grouping([]) == Grouping()
+    assert common_grouping(parts, zo_stages=[]) == Grouping()
 
 
 @pytest.mark.parametrize(

@@ -335,9 +335,9 @@ def written_plans(draw: st.DrawFn) -> Plan:
         replace(
             stage,
             name=draw(st.none() | DEVICES),
-            device=draw(DEVICES),
             dtype=draw(st.sampled_from([None, "float32", "bfloat16", "float16"])),
-            executor=(executor := draw(st.sampled_from(EXECUTORS))) if stage.role != "bp" else "torch",
+            executor=(executor := draw(st.sampled_from(EXECUTORS if stage.role != "bp" else ["torch"]))),
+            device=draw(DEVICES) if executor == "torch" else "cpu",
             weights=draw(st.sampled_from([None, "int8"]))
             if stage.role != "bp" and executor != "torch"
             else None,

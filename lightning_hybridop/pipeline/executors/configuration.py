@@ -11,9 +11,7 @@ from torch import nn
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 # Nothing is computed with a block's number or a layer's name, and groups of rows come as another shape of an adapter.
-_LEFT_OUT = frozenset(
-    {"layer_idx", "layer_id", "layer_number", "target_name", "forward", "grouped_weight"}
-)
+_LEFT_OUT = frozenset({"layer_idx", "layer_id", "layer_number", "target_name", "forward", "grouped_weight"})
 
 # What peft's layers can be switched to between one call and the next.
 _SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")

@@ -45,6 +45,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     table.update(get_decompositions(list(_FURTHER)))
     table[aten.addmm.default] = _product_and_bias
     table[aten.var_mean.correction] = _variance_and_mean
+    table[aten.var.correction] = _variance
     table[aten.split_with_sizes.default] = _split
     table[aten.slice_backward.default] = _slice_backward
     table[aten.select_backward.default] = _select_backward
@@ -67,6 +68,12 @@ def _variance_and_mean(
     deviations = (values - mean) ** 2
     variance = deviations.sum(dims, keepdim=keepdim) / (count - (1 if correction is None else correction))
     return variance, mean if keepdim else values.mean(dims)
+
+
+def _variance(
+    values: Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> Tensor:
+    return _variance_and_mean(values, dim, correction=correction, keepdim=keepdim)[0]
 
 
 def _split(values: Tensor, sizes: list[int], dim: int = 0) -> list[Tensor]:

@@ -61,7 +61,7 @@ class GraphExecutor:
             ExecutorError: the rows are longer than what is compiled for, or the runtime cannot run a block.
         """
         (output,) = self._run(hidden_BTD, batch, adapters, None)
-        return output[:, : hidden_BTD.shape[1]].to(hidden_BTD.dtype)
+        return output[:, : hidden_BTD.shape[1]].to(hidden_BTD)
 
     def vjp(
         self, hidden_BTD: Tensor, batch: BatchTensors, adapters: Mapping[str, Tensor], gradient_BTD: Tensor
@@ -69,9 +69,9 @@ class GraphExecutor:
         """Return the gradients by the hidden state and by each adapter; errors as `forward`."""
         gradient, *own = self._run(hidden_BTD, batch, adapters, gradient_BTD)
         gradients = {
-            name: each.to(adapter.dtype) for (name, adapter), each in zip(adapters.items(), own, strict=True)
+            name: each.to(adapter) for (name, adapter), each in zip(adapters.items(), own, strict=True)
         }
-        return gradient[:, : hidden_BTD.shape[1]].to(hidden_BTD.dtype), gradients
+        return gradient[:, : hidden_BTD.shape[1]].to(hidden_BTD), gradients
 
     def check(
         self,
@@ -181,8 +181,14 @@ class GraphExecutor:
                 if not path.is_file():
                     self._write(path, batch, inputs, adapters, adjoint=adjoint)
                 used = frozenset(json.loads(path.with_suffix(".json").read_text(encoding="utf-8")))
-                cache = path.parent / key_of(self.runtime.description)
-                self._compiled[key] = self.runtime.compile(path, cache=cache), used
+                self._compiled[key] = (
+                    self.runtime.compile(
+                        path,
+                        weights=self.stage.weights.path,
+                        cache=path.parent / key_of(self.runtime.description),
+                    ),
+                    used,
+                )
         return self._compiled[key]
 
     def _write(

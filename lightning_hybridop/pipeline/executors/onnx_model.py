@@ -76,6 +76,7 @@ class _ModelWriter:
         self._copies: dict[fx.Node, str | None] = {}
         self._inputs: list[onnx.ValueInfoProto] = []
         self._constants: dict[Any, str] = {}
+        self._read: set[str] = set()
         self._initializers: list[onnx.TensorProto] = []
         self._nodes: list[onnx.NodeProto] = []
 
@@ -160,6 +161,9 @@ class _ModelWriter:
         return self.add("DequantizeLinear", [self._external(name, stored), scale], axis=stored.axis)
 
     def _external(self, name: str, stored: StoredTensor) -> str:
+        if name in self._read:  # the scale of a weight and of its transposed copy
+            return name
+        self._read.add(name)
         tensor = self._onnx.TensorProto(
             name=name,
             data_type=self._element(getattr(torch, stored.dtype)),

@@ -191,13 +191,9 @@ def _clamp(writer: Writer, node: Node) -> str:
 
 
 @_converts(
-    aten.view.default,
     aten.reshape.default,
-    aten._unsafe_view.default,
     aten.unsqueeze.default,
-    aten.squeeze.dim,
     aten.squeeze.dims,
-    aten.squeeze.default,
 )
 def _reshape(writer: Writer, node: Node) -> str:
     shape = list(value_of(node).shape)
@@ -207,16 +203,9 @@ def _reshape(writer: Writer, node: Node) -> str:
     return writer.add("Reshape", [writer.operand(source), writer.indices(shape)])
 
 
-@_converts(
-    aten.alias.default,
-    aten.clone.default,
-    aten.detach.default,
-    aten.lift_fresh_copy.default,
-    aten.copy.default,
-)
-def _same(writer: Writer, node: Node) -> str:
-    source = node.args[1] if node.target is aten.copy.default else node.args[0]
-    return writer.operand(source, value_of(node).dtype)
+@_converts(aten.copy.default)
+def _copied(writer: Writer, node: Node) -> str:
+    return writer.operand(node.args[1], value_of(node).dtype)
 
 
 @_converts(aten._to_copy.default)
@@ -344,7 +333,7 @@ def _scalar(writer: Writer, node: Node) -> str:
     return writer.constant(node.args[0], value_of(node).dtype)
 
 
-@_converts(aten.arange.start_step, aten.arange.default, aten.arange.start)
+@_converts(aten.arange.start_step)
 def _range(writer: Writer, node: Node) -> str:
     values = torch.arange(*node.args, dtype=value_of(node).dtype)
     return writer.constant(values.tolist(), values.dtype)
@@ -378,7 +367,7 @@ def _register_reduction(targets: Sequence[Any], kind: str) -> None:
 
 
 _register_reduction((aten.sum.dim_IntList,), "ReduceSum")
-_register_reduction((aten.mean.dim,), "ReduceMean")
+_register_reduction((aten.mean.dim, aten.mean.default), "ReduceMean")
 _register_reduction((aten.amax.default,), "ReduceMax")
 _register_reduction((aten.amin.default,), "ReduceMin")
 
@@ -420,7 +409,7 @@ def _untransposed(operand: Any) -> tuple[fx.Node, bool]:
     return operand, False
 
 
-@_converts(aten.bmm.default, aten.matmul.default)
+@_converts(aten.bmm.default)
 def _batched_product(writer: Writer, node: Node) -> str:
     return writer.add("MatMul", [writer.operand(each) for each in node.args])
 

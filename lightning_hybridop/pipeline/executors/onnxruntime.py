@@ -39,7 +39,7 @@ class ONNXRuntime:
         """Runtime, version, device and precision."""
         return f"ONNX Runtime {self._onnxruntime.__version__} {self._provider}"
 
-    def compile(self, path: Path, *, cache: Path) -> "_Compiled":
+    def compile(self, path: Path, *, weights: Path, cache: Path) -> "_Compiled":
         """Compile the model in a file, anew in every process: that takes about as long as reading it."""
         options = self._onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
@@ -47,6 +47,8 @@ class ONNXRuntime:
         options.log_severity_level = _ERRORS_ONLY
         # Other processes share the cores.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        # Weights of int8 are multiplied by float32: by default the hidden state would be rounded to int8 as well.
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
         try:
             session = self._onnxruntime.InferenceSession(str(path), options, providers=[self._provider])
         except Exception as error:  # the errors of ONNX Runtime have no common base but this

@@ -10,6 +10,10 @@ from torch import Tensor
 
 from lightning_hybridop.pipeline.executors.executor import ExecutorError
 
+# A compiled model is kept with its weights: up to so many bytes of them, above which compiling anew in each process, a
+# matter of seconds on a CPU, is the lesser evil.
+_MOST_KEPT = 512 * 2**20
+
 _PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
@@ -38,16 +42,19 @@ class OpenVINO:
         """Runtime, version, device and precision."""
         return f"OpenVINO {self._openvino.get_version()} {self._device} {_PRECISIONS[self._dtype]}"
 
-    def compile(self, path: Path, *, cache: Path) -> "_Compiled":
-        """Compile the model in a file; what took long is kept in the folder `cache`."""
+    def compile(self, path: Path, *, weights: Path, cache: Path) -> "_Compiled":
+        """Compile the model in a file; what was compiled is kept in the folder `cache`, unless its weights are large."""
+        kept = self._device != "CPU" or weights.stat().st_size <= _MOST_KEPT
         options: dict[str, Any] = {
-            "CACHE_DIR": str(cache),
-            "CACHE_MODE": "OPTIMIZE_SIZE",
+            "CACHE_DIR": str(cache) if kept else "",
+            "CACHE_MODE": "OPTIMIZE_SPEED",
             "INFERENCE_PRECISION_HINT": _PRECISIONS[self._dtype],
             "PERFORMANCE_HINT": "LATENCY",
         }
         if self._device == "CPU":
             options["INFERENCE_NUM_THREADS"] = torch.get_num_threads()
+            # Stages in several processes of a host would all be tied to its first core.
+            options["ENABLE_CPU_PINNING"] = False
         try:
             compiled = self._core.compile_model(path, self._device, options)
         except RuntimeError as error:

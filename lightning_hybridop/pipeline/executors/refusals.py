@@ -11,10 +11,10 @@ from lightning_hybridop.pipeline.grouping import dropout_in
 def refuse_dropout(blocks: Mapping[int, nn.Module]) -> None:
     """Raise ExecutorError for blocks that would drop anything: the runtime computes one and the same graph each time."""
     for index, block in blocks.items():
-        dropping = dropout_in("", block)
+        dropping = dropout_in(block)
         if dropping is not None:
             raise ExecutorError(
-                f"{dropping.lstrip('.')} of block {index} drops values at random, which an inference runtime cannot do; set that "
+                f"{dropping} of block {index} drops values at random, which an inference runtime cannot do; set that "
                 "dropout to 0 in the model's or the adapter's configuration, or use executor=torch for this stage."
             )
 

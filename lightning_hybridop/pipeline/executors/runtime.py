@@ -23,8 +23,8 @@ class Runtime(Protocol):
         """Whether it can run the graphs of vector-Jacobian products."""
         ...
 
-    def compile(self, path: Path, *, cache: Path) -> Compiled:
-        """Compile the model in a file; what took long may be kept in the folder `cache`.
+    def compile(self, path: Path, *, weights: Path, cache: Path) -> Compiled:
+        """Compile the model in a file, which reads its weights from another; what took long may be kept in a folder `cache`.
 
         Raises ExecutorError when the runtime cannot run it.
         """

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from lightning_hybridop.pipeline.executors.arguments import BatchTensors
+from lightning_hybridop.pipeline.executors.cache import key_of
 from lightning_hybridop.pipeline.executors.configuration import configuration, switchable, switches
 from lightning_hybridop.pipeline.executors.weights_file import WeightsFile
 
@@ -22,17 +23,20 @@ class StageBlocks:
     names: Sequence[Mapping[str, str]]
     frozen: Mapping[str, Tensor]
     weights: WeightsFile
-    configurations: tuple[str, ...] = field(init=False)
+    _configurations: tuple[str, ...] = field(init=False)
     _switchable: Sequence[nn.Module] = field(init=False)
+    _unchanging: str = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "configurations", tuple(configuration(block) for block in self.blocks))
+        configurations = tuple(configuration(block) for block in self.blocks)
+        object.__setattr__(self, "_configurations", configurations)
         object.__setattr__(self, "_switchable", switchable(self.blocks))
+        object.__setattr__(self, "_unchanging", key_of(self.first, self.names, configurations))
 
     @property
-    def key(self) -> tuple[object, ...]:
+    def key(self) -> tuple[str, str]:
         """What of the blocks is compiled in."""
-        return (self.first, self.names, self.configurations, switches(self._switchable))
+        return self._unchanging, switches(self._switchable)
 
     def alone(self, index: int) -> "StageBlocks":
         """Return one of the blocks by itself."""
@@ -48,7 +52,7 @@ class StageBlocks:
     def kinds(self, batch: BatchTensors) -> list[int]:
         """Return the first block of each kind: those of one configuration that are called alike."""
         first: dict[tuple[str, str], int] = {}
-        for index, (own, call) in enumerate(zip(self.configurations, batch.calls, strict=True)):
+        for index, (own, call) in enumerate(zip(self._configurations, batch.calls, strict=True)):
             first.setdefault((own, repr(call)), index)
         return list(first.values())
 

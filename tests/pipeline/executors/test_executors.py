@@ -48,9 +48,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         done.append("traced")
         return trace(*arguments, **options)  # type: ignore[arg-type]
 
-    def counted_compile(self: ONNXRuntime, path: Path, *, cache: Path) -> object:
+    def counted_compile(self: ONNXRuntime, path: Path, **folders: Path) -> object:
         done.append("compiled")
-        return compiled(self, path, cache=cache)
+        return compiled(self, path, **folders)
 
     with monkeypatch.context() as patch:
         patch.setattr(graph_executor, "trace", counted_trace)
@@ -142,7 +142,7 @@ def test_lengths_of_one_bucket_share_a_graph(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_rows_longer_than_the_largest_bucket_are_refused() -> None:
     made = staged(tiny_llama(), "onnxruntime", lengths=(16, 8))
-    with pytest.raises(ExecutorError, match="has rows of 17 tokens, but the longest .* compiled for is 16"):
+    with pytest.raises(ExecutorError, match=r"has rows of 17 tokens, but the longest .* compiled for is 16"):
         made.hidden(padded_step(length=17))
 
 
@@ -176,8 +176,8 @@ def test_what_is_in_the_cache_is_not_compiled_again(executor: str, monkeypatch: 
     loaded: list[bool] = []
     compiled = OpenVINO.compile
 
-    def noted(self: OpenVINO, path: Path, *, cache: Path) -> object:
-        made = compiled(self, path, cache=cache)
+    def noted(self: OpenVINO, path: Path, **folders: Path) -> object:
+        made = compiled(self, path, **folders)
         loaded.append(made.from_cache)
         return made
 
@@ -263,7 +263,7 @@ def test_int8_weights_give_what_the_rounded_weights_give(family: str) -> None:
     expected, found = made.both(step)
     where = lambda name: any(f".{block}." in name for block in (1, 2))  # noqa: E731
     assert worst_difference(found, expected, where) < 1e-4
-    assert 1e-4 < worst_difference(rough, expected, where)
+    assert worst_difference(rough, expected, where) > 1e-4
     assert relative(*reversed(made.hidden(step))) < 1e-5
 
 

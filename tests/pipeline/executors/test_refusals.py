@@ -52,10 +52,10 @@ def test_blocks_whose_operators_depend_on_values_are_refused() -> None:
 def test_what_the_runtime_itself_lacks_names_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = ONNXRuntime.compile
 
-    def lacking(self: ONNXRuntime, path: Path, *, cache: Path) -> object:
+    def lacking(self: ONNXRuntime, path: Path, **folders: Path) -> object:
         if b"2.mlp.up_proj" in path.read_bytes():
             raise ExecutorError("it has no Gemm")
-        return compiled(self, path, cache=cache)
+        return compiled(self, path, **folders)
 
     monkeypatch.setattr(ONNXRuntime, "compile", lacking)
     model = tiny_llama()
@@ -158,7 +158,7 @@ def test_a_cache_is_left_alone_while_it_is_empty_and_refused_once_it_counts() ->
 
 
 def padded_step_with(cache: DynamicCache) -> Any:
-    return plain_step(past_key_values=cache)
+    return plain_step(cache=cache)
 
 
 def test_steps_before_an_interrupted_one_leave_nothing_behind() -> None:
