@@ -26,6 +26,9 @@ from rich.table import Table
 LIMIT = 7200.0
 BLOCKS, ZO_BLOCKS = 30, 15
 
+IDENTITY = ("data", "method", "seed", "steps", "learning_rate")
+"""The columns that tell one run from another."""
+
 METHODS: dict[str, dict[str, Any]] = {
     "exact": {"role": "bp"},
     "frozen": {"role": "frozen"},
@@ -68,15 +71,15 @@ def main() -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / "learning.csv"
     console = Console()
-    rows = read(path)
-    done = {(row["data"], row["method"], int(row["seed"])) for row in rows}
+    done = {tuple(row[name] for name in IDENTITY) for row in read(path)}
     for seed in options.seeds:
         for data in options.data:
             for method in options.methods:
-                if (data, method, seed) in done:
+                identity = (data, method, seed, TASKS[data].steps, options.learning_rate)
+                if tuple(map(str, identity)) in done:
                     continue
                 figures = run_ranks(train, 2, data, method, seed, options.learning_rate, limit=LIMIT)
-                row = {"data": data, "method": method, "seed": seed, **figures}
+                row = {**dict(zip(IDENTITY, identity, strict=True)), **figures}
                 append(path, row)
                 console.print(", ".join(f"{name} {value}" for name, value in row.items()))
     report(console, read(path))

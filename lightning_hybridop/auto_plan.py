@@ -121,9 +121,9 @@ def _planned(cluster: Cluster, workload: Workload, options: Mapping[str, Any]) -
         queries=signs * options["queries"],
         exit_queries=signs * options["exit_queries"],
         exit_baseline=options["exit_baseline"],
-        estimator=options.get("estimator", "loss"),
-        queries_per_forward=(signs if options.get("estimator") == "boundary" else 1)
-        * options.get("queries_per_forward", 1),
+        estimator=options["estimator"],
+        queries_per_forward=(signs if options["estimator"] == "boundary" else 1)
+        * options["queries_per_forward"],
         use_all=True,
     )
     others = {name: value for name, value in options.items() if name != "micro_batches"}

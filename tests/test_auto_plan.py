@@ -65,6 +65,8 @@ def test_the_estimator_is_planned_for(given: dict[str, Any]) -> None:
         "exit_queries": 0,
         "difference": "forward",
         "exit_baseline": "exit",
+        "estimator": "loss",
+        "queries_per_forward": 1,
     }
 
     plan = _planned(cluster, Workload(architecture=SIZES, dtype="float32"), {**options, **given})

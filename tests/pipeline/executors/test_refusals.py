@@ -161,12 +161,9 @@ def padded_step_with(cache: DynamicCache) -> Any:
     return plain_step(cache=cache)
 
 
-def test_steps_before_an_interrupted_one_leave_nothing_behind() -> None:
+def test_a_step_that_ended_among_the_blocks_leaves_nothing_behind() -> None:
     made = staged(tiny_llama(), "onnxruntime")
     step = padded_step()
     expected = made.hidden(step)[1]
-    with pytest.raises(StageInputError):
-        made.stages[1].hidden(
-            lambda: made.stages[1].module(input_ids=torch.zeros(1, 3).long()), torch.zeros(2, 7, 16)
-        )
+    made.stages[1].own_blocks()[1](torch.zeros(1, 3, 16))  # noted, and never run
     assert torch.equal(made.hidden(step)[1], expected)
