@@ -52,7 +52,7 @@ class Task:
 
 TASKS = {
     "agnews": Task(rows=4, length=48, steps=40, held_out=100),
-    "multirc": Task(rows=4, length=96, steps=16, held_out=12),
+    "multirc": Task(rows=4, length=100, steps=16, held_out=12),
 }
 
 

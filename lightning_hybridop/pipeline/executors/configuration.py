@@ -32,18 +32,15 @@ def configuration(block: nn.Module) -> str:
 
 
 def switchable(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules of blocks that can be switched: peft's."""
+    """Return the modules of blocks that can be switched: peft's layers."""
     return [
-        module
-        for block in blocks
-        for module in block.modules()
-        if any(name in vars(module) for name in _SWITCHES)
+        module for block in blocks for module in block.modules() if hasattr(module, "adapter_layer_names")
     ]
 
 
 def switches(modules: Sequence[nn.Module]) -> str:
     """Return what modules are switched to at the moment."""
-    return repr([[vars(module).get(name) for name in _SWITCHES] for module in modules])
+    return repr([[getattr(module, name, None) for name in _SWITCHES] for module in modules])
 
 
 def _plain(value: Any) -> Any:

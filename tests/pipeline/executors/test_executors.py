@@ -188,6 +188,7 @@ def test_what_is_in_the_cache_is_not_compiled_again(executor: str, monkeypatch: 
     assert all(loaded)
 
 
+@pytest.mark.slow
 def test_other_weights_and_other_constants_are_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     step = padded_step()
     staged(tiny_llama(), "onnxruntime").hidden(step)
@@ -274,7 +275,7 @@ def rounded_to(dtype: torch.dtype, made: Staged) -> None:
                 parameter.copy_(parameter.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_half_precision_gives_what_the_rounded_weights_give(dtype: str) -> None:
     made = staged(tiny_llama(), "openvino", needs_vjp=True, dtype=dtype)
     rounded_to(getattr(torch, dtype), made)
