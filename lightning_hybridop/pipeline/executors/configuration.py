@@ -1,11 +1,14 @@
 """What shapes a block's arithmetic beside its tensors, as text: blocks of one text have one graph."""
 
+import functools
+import hashlib
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 # What any module has: `training`, for one, may differ from one process to the next.
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -27,7 +30,9 @@ def configuration(block: nn.Module) -> str:
             for key, tensor in [*module._parameters.items(), *module._buffers.items()]
             if tensor is not None
         }
-        lines.append(f"{name} {_kind(module)} {json.dumps([plain, shapes], sort_keys=True)}")
+        lines.append(
+            f"{name} {_kind(module)} {_source_hash(cast(Hashable, type(module)))} {json.dumps([plain, shapes], sort_keys=True)}"
+        )
     return "\n".join(lines)
 
 
@@ -58,7 +63,21 @@ def _plain(value: Any) -> Any:
         value, nn.Module
     ):  # a configuration of transformers or peft
         return _plain(value.to_dict())
+    if isinstance(value, Tensor):
+        return [str(value.dtype), value.tolist()]
+    if isinstance(value, functools.partial):
+        return [_plain(value.func), _plain(value.args), _plain(value.keywords)]
     return getattr(value, "__qualname__", None) or _kind(value)
+
+
+@functools.cache
+def _source_hash(kind: Any) -> str:
+    """Return a hash of a class's source, so that a block whose code has changed has another graph."""
+    try:
+        source = inspect.getsource(kind)
+    except (OSError, TypeError):  # typed into an interpreter
+        source = ""
+    return hashlib.sha256(source.encode()).hexdigest()[:8]
 
 
 def _kind(value: Any) -> str:

@@ -20,6 +20,9 @@ from lightning_hybridop.pipeline.executors.stage_blocks import StageBlocks
 from lightning_hybridop.pipeline.executors.tracing import trace
 from lightning_hybridop.pipeline.executors.weights_file import write_whole
 
+MOST_COMPILED = 16
+"""Graphs that are kept in memory, each with a copy of the weights; the one that was not used for longest goes first."""
+
 Progress = Callable[[str], AbstractContextManager[object]]
 """Shows a sentence while something takes long."""
 
@@ -132,7 +135,12 @@ class GraphExecutor:
             raise ExecutorError(
                 f"On {self.runtime.description}, {self.stage.describe()} cannot run: {error}; use executor=torch for this stage."
             ) from error
-        return run({name: _plain(tensor) for name, tensor in inputs.items() if name in used})
+        try:
+            return run({name: _plain(tensor) for name, tensor in inputs.items() if name in used})
+        except RuntimeError as error:  # of OpenVINO's and of ONNX Runtime's own kinds
+            raise ExecutorError(
+                f"On {self.runtime.description}, {self.stage.describe()} failed: {' '.join(str(error).split())}"
+            ) from error
 
     def _padded_length(self, hidden_BTD: Tensor, batch: BatchTensors, adapters: Mapping[str, Tensor]) -> int:
         """Return the length to pad to: the batch's own if padding would change what the blocks compute."""
@@ -178,18 +186,29 @@ class GraphExecutor:
             )
             path = self.stage.weights.path.with_name(f"{key}.onnx")
             with self._progress(f"Compiling the {what}, for {self.runtime.description}"):
-                if not path.is_file():
+                is_old = path.is_file()
+                if not is_old:
                     self._write(path, batch, inputs, adapters, adjoint=adjoint)
-                used = frozenset(json.loads(path.with_suffix(".json").read_text(encoding="utf-8")))
-                self._compiled[key] = (
-                    self.runtime.compile(
-                        path,
-                        weights=self.stage.weights.path,
-                        cache=path.parent / key_of(self.runtime.description),
-                    ),
-                    used,
-                )
-        return self._compiled[key]
+                try:
+                    compiled = self._read(path)
+                except (ExecutorError, OSError, ValueError):
+                    if not is_old:
+                        raise
+                    # Cut off or damaged, perhaps; a new one tells.
+                    self._write(path, batch, inputs, adapters, adjoint=adjoint)
+                    compiled = self._read(path)
+            if len(self._compiled) == MOST_COMPILED:
+                del self._compiled[next(iter(self._compiled))]
+        else:
+            compiled = self._compiled.pop(key)
+        self._compiled[key] = compiled  # the last one used stands last
+        return compiled
+
+    def _read(self, path: Path) -> tuple[Compiled, frozenset[str]]:
+        """Return a graph from its file, compiled, and the names of its inputs."""
+        used = frozenset(json.loads(path.with_suffix(".json").read_text(encoding="utf-8")))
+        cache = path.parent / key_of(self.runtime.description)
+        return self.runtime.compile(path, weights=self.stage.weights.path, cache=cache), used
 
     def _write(
         self,

@@ -19,6 +19,7 @@ from lightning_hybridop.pipeline.executors.runtime import Runtime
 from lightning_hybridop.pipeline.executors.stage_blocks import StageBlocks
 from lightning_hybridop.pipeline.executors.storage import stored_weights
 from lightning_hybridop.pipeline.stage import StageModel
+from lightning_hybridop.pipeline.stand_ins import StageInputError
 
 
 def install(
@@ -68,7 +69,14 @@ def install(
     stand_in(model, run)
 
     def check(hidden_BTD: Tensor) -> None:
-        made.check(hidden_BTD, run.recorder.taken(), parameters.adapters, needs_vjp=needs_vjp)
+        try:
+            made.check(hidden_BTD, run.recorder.taken(), parameters.adapters, needs_vjp=needs_vjp)
+        except (ExecutorError, StageInputError):
+            raise
+        except Exception as error:  # not to be taken for a model that refuses bare tokens
+            raise ExecutorError(
+                f"On {runtime.description}, {stage.describe()} cannot run: {type(error).__name__}: {error}"
+            ) from error
 
     with run.instead(check):
         run_on_tokens(model, rows=1, length=2)

@@ -9,7 +9,7 @@ from lightning_hybridop.pipeline.executors.arguments import BatchTensors
 from lightning_hybridop.pipeline.executors.buckets import padded
 from lightning_hybridop.pipeline.executors.tracing import evaluating, run_blocks
 
-_TOLERANCE = 1e-4  # of the largest value: what the order of a sum may change
+_TOLERANCE = 1e-3  # of the most that the block changes at a position: what the order of a sum may change
 
 
 @torch.no_grad()
@@ -29,7 +29,7 @@ def padding_is_harmless(
     length = hidden_BTD.shape[1]
 
     def output(hidden_BTD: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-        with evaluating([block]):
+        with torch.autocast("cpu", enabled=False), evaluating([block]):
             return run_blocks([block], [names], batch.calls, hidden_BTD, tensors, parameters)
 
     hidden_BTD = hidden_BTD.detach().float()
@@ -42,4 +42,5 @@ def padding_is_harmless(
         found = output(padded(hidden_BTD, "hidden", length=length, to=to), more)[:, :length]
     except (RuntimeError, ValueError, IndexError):
         return False
-    return bool((found - expected).abs().max() <= _TOLERANCE * expected.abs().max())
+    changes_BT1 = (expected - hidden_BTD).abs().amax(dim=-1, keepdim=True)
+    return bool(((found - expected).abs() <= _TOLERANCE * changes_BT1).all())

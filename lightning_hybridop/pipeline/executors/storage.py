@@ -30,7 +30,7 @@ def stored_weights(
     needs_vjp: bool,
 ) -> WeightsFile:
     """Return the file of the blocks' frozen tensors, having written it unless it is in the cache."""
-    storage = f"{weights or dtype}{'-adjoint' if needs_vjp else ''}"
+    storage = "-".join(filter(None, (dtype, weights, "adjoint" if needs_vjp else None)))
     folder = stage_folder(content_hash(parameters.frozen), storage)
     found = open_weights(folder / WEIGHTS)
     if found is not None:
@@ -56,10 +56,15 @@ def write_stage_weights(
     return write_weights(
         folder / WEIGHTS,
         parameters.frozen,
-        dtypes={name: getattr(torch, dtype) for name, tensor in plain.items() if tensor.is_floating_point()},
+        dtypes={name: getattr(torch, dtype) for name, tensor in plain.items() if _is_cast(tensor)},
         axes=_output_axes(blocks, parameters.names, plain) if weights == "int8" else {},
         transposed=needs_vjp,
     )
+
+
+def _is_cast(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a weight; a buffer, such as a table of angles, keeps its precision."""
+    return isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
 
 
 def _output_axes(

@@ -97,7 +97,9 @@ def trace(
     ]
     with FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True):
         made = [torch.empty(tensor.shape, dtype=_wide(tensor.dtype)) for tensor in given]
-        with evaluating(blocks), PlainAttention():
+        # Whatever precision the user's step runs in: a runtime has its own.
+        plain = torch.autocast("cpu", enabled=False)
+        with plain, evaluating(blocks), PlainAttention():
             try:
                 graph = make_fx(vjp if adjoint else forward, decomposition_table=decompositions())(*made)
             except Exception as error:  # whatever the blocks raise when they find no values

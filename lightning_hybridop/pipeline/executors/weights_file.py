@@ -113,11 +113,12 @@ def open_weights(path: Path) -> WeightsFile | None:
     """Return a file written before with its index, None if there is none."""
     try:
         index = json.loads(_index_path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        tensors = {
+            name: StoredTensor(**{**fields, "shape": tuple(fields["shape"])})
+            for name, fields in index.items()
+        }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # none, or a damaged one
         return None
-    tensors = {
-        name: StoredTensor(**{**fields, "shape": tuple(fields["shape"])}) for name, fields in index.items()
-    }
     size = max((tensor.offset + tensor.length for tensor in tensors.values()), default=0)
     if not path.is_file() or path.stat().st_size < size:
         return None

@@ -1,6 +1,9 @@
 """What executors promise beside the right numbers: what is compiled when, what is kept, what stays where it was."""
 
 import copy
+import importlib
+import linecache
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +16,7 @@ from lightning_hybridop.estimation.directions import DirectionKey
 from lightning_hybridop.estimation.grouped import multiplying_by_group
 from lightning_hybridop.estimation.perturbation import perturbed
 from lightning_hybridop.pipeline.executors import ExecutorError, graph_executor
+from lightning_hybridop.pipeline.executors.configuration import configuration
 from lightning_hybridop.pipeline.executors.onnxruntime import ONNXRuntime
 from lightning_hybridop.pipeline.executors.openvino import OpenVINO
 from lightning_hybridop.pipeline.executors.quantisation import dequantised, quantised
@@ -297,3 +301,83 @@ def test_a_block_may_get_another_mask_than_the_next() -> None:
     made = staged(model, "onnxruntime")
     expected, found = made.hidden(step)
     assert relative(found, expected) < 1e-5
+
+
+def test_the_users_autocast_does_not_reach_what_is_compiled() -> None:
+    # An own length, so that this is the first trace of it, and later ones find it.
+    model = staged(tiny_llama(), "onnxruntime")
+    step = padded_step(length=9)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        model.hidden(step)
+    in_torch, on_runtime_BTD = model.hidden(step)
+
+    assert relative(on_runtime_BTD, in_torch) < 1e-5
+
+
+def test_a_damaged_graph_is_written_anew(cache: Path) -> None:
+    step = padded_step()
+    staged(tiny_llama(), "onnxruntime").hidden(step)
+    for path in cache.rglob("*.onnx"):
+        path.write_bytes(path.read_bytes()[:100])
+    for path in cache.rglob("weights.bin.json"):
+        path.write_text('{"a": {"b": 1}}', encoding="utf-8")
+
+    in_torch, on_runtime_BTD = staged(tiny_llama(), "onnxruntime").hidden(step)
+
+    assert relative(on_runtime_BTD, in_torch) < 1e-5
+
+
+def test_the_graphs_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_executor, "MOST_COMPILED", 2)
+    model = staged(tiny_llama(), "onnxruntime", lengths=(8, 16, 24))
+    short, middle, long = (padded_step(length=length) for length in (7, 15, 23))
+    for step in (short, middle, short, long):
+        model.hidden(step)
+
+    with counted(monkeypatch) as done:
+        model.hidden(short)
+        model.hidden(long)
+    assert done == []
+    with counted(monkeypatch) as done:
+        model.hidden(middle)
+    assert done == ["compiled"]
+
+
+def test_int8_weights_beside_other_dtypes_are_other_files(cache: Path) -> None:
+    for dtype in (None, "bfloat16"):
+        staged(tiny_llama(), "openvino", dtype=dtype, weights="int8")
+
+    assert len(list(cache.rglob("weights.bin"))) == 2
+
+
+BLOCK = """
+from torch import nn
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, hidden_BTD):
+        return hidden_BTD {operator} self.scale
+"""
+
+
+def test_a_block_whose_code_or_constants_change_has_another_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    texts = []
+    for operator, scale in (("*", 2.0), ("*", 2.0), ("*", 3.0), ("+", 2.0)):
+        (tmp_path / "scaled_block.py").write_text(BLOCK.format(operator=operator), encoding="utf-8")
+        sys.modules.pop("scaled_block", None)
+        linecache.clearcache()
+        block = importlib.import_module("scaled_block").Scaled(torch.tensor(scale))
+        texts.append(configuration(block))
+    sys.modules.pop("scaled_block")
+
+    assert texts[0] == texts[1]
+    assert len(set(texts)) == 3
