@@ -59,8 +59,9 @@ CASES: list[dict[str, Any]] = [
 
 def job(**strategy: Any) -> Job:
     module = partial(TinyModule, learning_rate=0.0)
+    estimator = {} if "plan" in strategy else {"estimator": "boundary"}
     return Job(
-        strategy={"seed": SEED, "epsilon": EPSILON, "estimator": "boundary", **strategy},
+        strategy={"seed": SEED, "epsilon": EPSILON, **estimator, **strategy},
         module=module,
         train=TRAIN,
     )

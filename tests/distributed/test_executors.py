@@ -65,8 +65,8 @@ def test_the_adjoint_on_a_runtime_gives_the_loss_curve_of_one_process(tmp_path: 
         assert run.losses == pytest.approx(alone.losses, abs=1e-4)
         for name, value in run.parameters.items():
             torch.testing.assert_close(value, alone.parameters[name], atol=1e-3, rtol=1e-3)
-    # A curve, not a line.
-    assert alone.losses[-1] < alone.losses[0] - 0.1
+    # A curve, not a line: the first of the two mini-batches, at both ends.
+    assert alone.losses[-2] < alone.losses[0] - 0.1
 
 
 ESTIMATES: list[dict[str, Any]] = [
