@@ -13,7 +13,7 @@ from lightning_hybridop.pipeline.anatomy import Anatomy, CutError, find_language
 from lightning_hybridop.pipeline.emulation import Emulation, Pace, PacedChannel
 from lightning_hybridop.pipeline.engine import Engine
 from lightning_hybridop.pipeline.exchange import clock_offset
-from lightning_hybridop.pipeline.executors import install
+from lightning_hybridop.pipeline.executors import install_for
 from lightning_hybridop.pipeline.grouping import Grouping, common_grouping, grouping_of
 from lightning_hybridop.pipeline.model_calls import ModelCalls
 from lightning_hybridop.pipeline.ownership import block_dtype, frozen_dtype, owned_parameters
@@ -86,15 +86,7 @@ def assemble(
     groupings = gather_in_order(own_grouping, rank_of_stage)
     grouping = common_grouping(groupings, zo_stages=plan.zo_stages)
     plan = _within_grouping(plan, grouping, notice)
-    part = plan.stages[stage]
-    if part.executor != "torch":
-        install(
-            model,
-            executor=part.executor,
-            dtype=part.dtype,
-            weights=part.weights,
-            needs_vjp=estimates and plan.estimator == "adjoint",
-        )
+    install_for(model, plan.stages[stage], estimator=plan.estimator)
     engine = Engine(
         model=model,
         plan=plan,

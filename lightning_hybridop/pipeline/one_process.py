@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_hybridop.pipeline.anatomy import Anatomy
 from lightning_hybridop.pipeline.engine import Engine
-from lightning_hybridop.pipeline.executors import install
+from lightning_hybridop.pipeline.executors import install_for
 from lightning_hybridop.pipeline.grouping import grouping_of
 from lightning_hybridop.pipeline.ownership import block_dtype, frozen_dtype, owned_parameters
 from lightning_hybridop.pipeline.stage import StageModel
@@ -44,14 +44,7 @@ def engines_of(
         factors, _ = grouping_of(own, blocks, zo_parameters, width=anatomy.width)
         keep_behind = plan.exit_queries > 0 and number == plan.exit_stage
         model = StageModel(own, anatomy, first=stage.first, last=stage.last, keep_behind=keep_behind)
-        if stage.executor != "torch":
-            install(
-                model,
-                executor=stage.executor,
-                dtype=stage.dtype,
-                weights=stage.weights,
-                needs_vjp=estimates and plan.estimator == "adjoint",
-            )
+        install_for(model, stage, estimator=plan.estimator)
         engines.append(
             Engine(
                 model=model,

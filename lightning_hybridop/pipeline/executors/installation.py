@@ -20,6 +20,19 @@ from lightning_hybridop.pipeline.executors.stage_blocks import StageBlocks
 from lightning_hybridop.pipeline.executors.storage import stored_weights
 from lightning_hybridop.pipeline.stage import StageModel
 from lightning_hybridop.pipeline.stand_ins import StageInputError
+from lightning_hybridop.planning.plan import Estimator, Stage
+
+
+def install_for(model: StageModel, stage: Stage, *, estimator: Estimator) -> None:
+    """Have what a plan's stage names do the arithmetic of its blocks; torch does already. Errors as `install`."""
+    if stage.executor != "torch":
+        install(
+            model,
+            executor=stage.executor,
+            dtype=stage.dtype,
+            weights=stage.weights,
+            needs_vjp=stage.role == "zo" and estimator == "adjoint",
+        )
 
 
 def install(
