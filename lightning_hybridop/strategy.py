@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import socket
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -37,7 +36,7 @@ from lightning_hybridop.accelerators.npu import load_npu
 from lightning_hybridop.assembly import Assembly, assemble, gather_in_order, stage_model
 from lightning_hybridop.auto_plan import place_by_measuring
 from lightning_hybridop.averaging import complete_averages, cut_averages
-from lightning_hybridop.checkpoints import WholeCheckpointIO, with_plain_hyper_parameters
+from lightning_hybridop.checkpoints import WholeCheckpointIO, check_whole, with_plain_hyper_parameters
 from lightning_hybridop.estimation.directions import Distribution
 from lightning_hybridop.estimation.estimators import (
     DEFAULT_EPSILON,
@@ -78,6 +77,7 @@ from lightning_hybridop.pipeline.exchange import (
     gather_numbers,
 )
 from lightning_hybridop.pipeline.grouping import copies_that_fit
+from lightning_hybridop.pipeline.interface import host_name
 from lightning_hybridop.pipeline.learning import MiniBatchResult, train_mini_batch
 from lightning_hybridop.pipeline.measured import MiniBatchTimes
 from lightning_hybridop.pipeline.ownership import (
@@ -164,7 +164,9 @@ class HybridOPStrategy(ParallelStrategy):
         perturbation_memory: MiB that one such forward may take; fewer queries ride where they would take more.
         zo_lr_scale: factor on the learning rate of zo stages.
         seed: of directions, dropout and samplers; default: that of `seed_everything`, else 0.
-        timeout: seconds after which a silent neighbour ends the run.
+        timeout: seconds that a message of another stage may take before the run ends.
+        heartbeat: seconds without a sign of life after which a process counts as lost and the run ends.
+        interface: the network interface that connects this host with the others; default: the one on the route to them.
         blocks: name of the model's list of transformer blocks, if it is not its longest `nn.ModuleList`.
         mini_batch: rows, and tokens of each, that `plan="auto"` plans for.
         emulation: times that the stages of a given plan keep to, in the place of other devices.
@@ -173,7 +175,7 @@ class HybridOPStrategy(ParallelStrategy):
 
     Raises:
         PlanError: the plan or an option is not valid.
-        ValueError: `epsilon` or `timeout` is not positive.
+        ValueError: `epsilon`, `timeout` or `heartbeat` is not positive.
     """
 
     def __init__(
@@ -198,6 +200,8 @@ class HybridOPStrategy(ParallelStrategy):
         zo_lr_scale: float = 1.0,
         seed: int | None = None,
         timeout: float = 60.0,
+        heartbeat: float = 15.0,
+        interface: str | None = None,
         blocks: str | None = None,
         mini_batch: tuple[int, int] = (8, 128),
         emulation: Emulation | None = None,
@@ -208,6 +212,7 @@ class HybridOPStrategy(ParallelStrategy):
         for name, value in (
             ("epsilon", epsilon),
             ("timeout", timeout),
+            ("heartbeat", heartbeat),
             ("zo_lr_scale", zo_lr_scale),
             ("perturbation_memory", perturbation_memory),
         ):
@@ -260,6 +265,8 @@ class HybridOPStrategy(ParallelStrategy):
         self._zo_lr_scale = zo_lr_scale
         self._seed = seed
         self._timeout = timedelta(seconds=timeout)
+        self._heartbeat = heartbeat
+        self._interface = interface
         self._blocks = blocks
         self._emulation = emulation
         self._data = data
@@ -386,17 +393,15 @@ class HybridOPStrategy(ParallelStrategy):
         atexit.register(world.leave)
         os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
         os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
-        try:
-            self._world = world.enter(rank=self.global_rank, size=self.world_size, timeout=self._timeout)
-            self._has_met_again = False
-        except RuntimeError as error:
-            if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-                raise RuntimeError(
-                    f"Port {self.cluster_environment.main_port} on {self.cluster_environment.main_address} is in use; "
-                    "set MASTER_PORT to a free port, or leave it unset."
-                ) from error
-            raise
-        world.speak_once(self.global_rank, socket.gethostname(), speaks_for_host=self.local_rank == 0)
+        self._world = world.enter(
+            rank=self.global_rank,
+            size=self.world_size,
+            timeout=self._timeout,
+            patience=self._heartbeat,
+            interface=self._interface,
+        )
+        self._has_met_again = False
+        world.speak_once(self.global_rank, host_name(), speaks_for_host=self.local_rank == 0)
 
     # Failures: one process tells the others, and all of them end.
 
@@ -407,7 +412,7 @@ class HybridOPStrategy(ParallelStrategy):
         if not self.pipelined:
             return
         if self._world is not None:
-            self._world.tell(exception, stage=self._stage_in_words)
+            self.first_failure(exception)
             self._abandon_messages()
             world.part(exception)
             self._has_met_again = False
@@ -416,6 +421,12 @@ class HybridOPStrategy(ParallelStrategy):
             # Lightning's observer of these would end this process before its error has been printed.
             self._launcher.procs.clear()
             world.end_processes(processes, patience=SECONDS_TO_END)
+
+    def first_failure(self, exception: BaseException) -> world.Failure | None:
+        """Return which process's failure led to this one's, having told the others of it; None in a run without peers."""
+        if self._world is not None:
+            self._world.tell(exception, stage=self._stage_in_words)
+        return world.first_failure(exception)
 
     def _meet_after_failure(self) -> None:
         """In a run that has failed, connect all processes anew, so that callbacks can still save what all hold."""
@@ -503,6 +514,8 @@ class HybridOPStrategy(ParallelStrategy):
             notice=rank_zero_warn,
         )
         self._plan = self._assembly.engine.plan
+        assert self._world is not None
+        self._world.introduce(self._stage_in_words)
         refusal = self._assembly.grouping.refusal
         self._directions_in_use = self._directions
         if self._directions == "row" and self._plan.estimator == "boundary" and refusal is not None:
@@ -954,14 +967,29 @@ class HybridOPStrategy(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        # Edge hosts share no disk: rank 0 reads the file for all.
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only) if self.is_global_zero else None
-        loaded: dict[str, Any] = self.broadcast(checkpoint)
+        # Edge hosts share no disk: the first rank that has the file reads it for all. Nothing in it may run code, unless
+        # the user says so.
+        reader = self._first_with(checkpoint_path)
+        checkpoint = None
+        if self.global_rank == reader:
+            if Path(checkpoint_path).is_file():
+                check_whole(checkpoint_path)
+            checkpoint = super().load_checkpoint(
+                checkpoint_path, True if weights_only is None else weights_only
+            )
+        loaded: dict[str, Any] = self.broadcast(checkpoint, src=reader)
         self._running_exit_loss = loaded.get(RUNNING_EXIT_LOSS)
         module = self._lightning_module
         if module is not None and module._trainer is not None:
             complete_averages(loaded, module, module.trainer)
         return loaded
+
+    def _first_with(self, path: _PATH) -> int:
+        """Return the first rank that has a file, rank 0 if none does (it may be somewhere else than on a disk)."""
+        if self.world_size == 1:
+            return 0
+        have_it: list[bool] = gather_in_order(Path(path).is_file(), list(range(self.world_size)))
+        return have_it.index(True) if any(have_it) else 0
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
