@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,11 @@ class InterfaceError(RuntimeError):
 def host_name() -> str:
     """Return what this host is called in plans, tables and errors: HYBRIDOP_HOST if it is set, else its own name."""
     return os.environ.get("HYBRIDOP_HOST") or socket.gethostname()
+
+
+def hosts_to_name(hosts: Sequence[str]) -> list[str | None]:
+    """Return the host that a plan made for ranks on `hosts` should name for each rank: none where all are on one."""
+    return [host if len(set(hosts)) > 1 else None for host in hosts]
 
 
 def host_identity() -> str:

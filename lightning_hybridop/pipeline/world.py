@@ -14,7 +14,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from lightning_hybridop.pipeline.agreement import check_versions
 from lightning_hybridop.pipeline.exchange import gather_json
+from lightning_hybridop.pipeline.interface import choose_interface
 from lightning_hybridop.pipeline.transport import TransportError
 
 SECONDS_TO_MEET = 8.0
@@ -173,6 +175,8 @@ def enter(*, rank: int, size: int, timeout: timedelta) -> World:
     else:
         shared, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
         store = dist.PrefixStore(attempt, shared)
+        check_versions(store, rank=rank, size=size)
+        os.environ["GLOO_SOCKET_IFNAME"] = choose_interface(store, rank=rank, size=size)
         first = dist.PrefixStore("connections/0", store)
         dist.init_process_group("gloo", store=first, rank=rank, world_size=size, timeout=timeout)
     world = World(store, rank=rank, size=size, timeout=timeout)
