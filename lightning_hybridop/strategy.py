@@ -19,7 +19,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.types import _PATH, _Stateful
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -37,6 +37,7 @@ from lightning_hybridop.assembly import Assembly, assemble, gather_in_order, sta
 from lightning_hybridop.auto_plan import place_by_measuring
 from lightning_hybridop.averaging import complete_averages, cut_averages
 from lightning_hybridop.checkpoints import WholeCheckpointIO, check_whole, with_plain_hyper_parameters
+from lightning_hybridop.configurations import configuration_facts
 from lightning_hybridop.estimation.directions import Distribution
 from lightning_hybridop.estimation.estimators import (
     DEFAULT_EPSILON,
@@ -56,6 +57,7 @@ from lightning_hybridop.loaders import (
 from lightning_hybridop.mirror import AttributeWatch, apply_changes, attributes_kept
 from lightning_hybridop.module import HybridOPMixin
 from lightning_hybridop.pipeline import world
+from lightning_hybridop.pipeline.agreement import check_facts, check_values, model_facts
 from lightning_hybridop.pipeline.anatomy import Anatomy, CutError, read_anatomy
 from lightning_hybridop.pipeline.batches import (
     fingerprint,
@@ -74,6 +76,7 @@ from lightning_hybridop.pipeline.exchange import (
     broadcast_json,
     broadcast_nested,
     check_same_batch,
+    gather_json,
     gather_numbers,
 )
 from lightning_hybridop.pipeline.grouping import copies_that_fit
@@ -91,7 +94,12 @@ from lightning_hybridop.pipeline.packing import can_be_packed
 from lightning_hybridop.pipeline.stand_ins import StandIn
 from lightning_hybridop.pipeline.weights import lacks_values, materialise
 from lightning_hybridop.pipeline.work import Steps
-from lightning_hybridop.placement import check_given_plan, check_process_count, place_evenly
+from lightning_hybridop.placement import (
+    check_given_plan,
+    check_process_count,
+    place_evenly,
+    ranks_on_hosts,
+)
 from lightning_hybridop.planning.plan import Estimator, Plan, Role, even_plan, load_plan, save_plan
 from lightning_hybridop.refusals import (
     refuse_adapters_across_stages,
@@ -326,8 +334,8 @@ class HybridOPStrategy(ParallelStrategy):
     @property
     def compute_device(self) -> torch.device:
         """The device that this rank's stage computes on."""
-        if self._given_plan is not None and self.global_rank < len(self._given_plan.stages):
-            name = self._given_plan.stages[self.global_rank].device
+        if self._given_plan is not None:
+            name = self._given_plan.stages[self.stage_index].device
             if name.startswith("npu"):
                 load_npu()  # torch does not know the device type before
             return torch.device(name)
@@ -349,6 +357,8 @@ class HybridOPStrategy(ParallelStrategy):
     def num_processes(self) -> int:
         """Number of this host's processes: one per stage that the plan puts here."""
         stages = len(self._given_plan.stages) if self._given_plan is not None else self._stages
+        if isinstance(self.cluster_environment, TorchElasticEnvironment) and "LOCAL_WORLD_SIZE" in os.environ:
+            return int(os.environ["LOCAL_WORLD_SIZE"])  # may be another number on each host
         if stages is not None:
             return max(1, stages // self._num_nodes)
         return len(self.parallel_devices or [None])
@@ -386,8 +396,8 @@ class HybridOPStrategy(ParallelStrategy):
         assert self.accelerator is not None and self.cluster_environment is not None
         self.set_world_ranks()
         self._running_exit_loss = None  # a checkpoint may have one
-        self.accelerator.setup_device(self.compute_device)
         if not self.pipelined:
+            self.accelerator.setup_device(self.compute_device)
             return
         # Before the interpreter takes itself apart: Gloo's threads end the process with an abort if they outlive it.
         atexit.register(world.leave)
@@ -402,6 +412,10 @@ class HybridOPStrategy(ParallelStrategy):
         )
         self._has_met_again = False
         world.speak_once(self.global_rank, host_name(), speaks_for_host=self.local_rank == 0)
+        if self.world_size > 1:
+            check_facts(self._configuration_facts(), "configuration")
+        self._find_stage()
+        self.accelerator.setup_device(self.compute_device)
 
     # Failures: one process tells the others, and all of them end.
 
@@ -455,6 +469,38 @@ class HybridOPStrategy(ParallelStrategy):
 
     # Setup: plan, cut, engine.
 
+    def _find_stage(self) -> None:
+        """Decide which rank is which stage of a given plan: one on the stage's host. Collective."""
+        if self._given_plan is None:
+            return
+        check_process_count(self._given_plan, ranks=self.world_size)
+        wanted = [stage.host for stage in self._given_plan.stages]
+        hosts = gather_json(host_name()) if self.world_size > 1 else [host_name()]
+        self._rank_of_stage = ranks_on_hosts(wanted, hosts)
+
+    def _configuration_facts(self) -> dict[str, str]:
+        """Return what of the options must be the same on every rank."""
+        module = self.lightning_module
+        assert module is not None
+        options: dict[str, Any] = {
+            **self._plan_options,
+            "stages": self._stages,
+            "zo_stages": self._zo_stages,
+            "plan": "auto" if self._plans_itself else None,
+            "epsilon": self._epsilon,
+            "directions": self._directions,
+            "distribution": self._distribution,
+            "shrinkage": self._shrinkage,
+            "perturbation_memory": self._perturbation_memory,
+            "zo_lr_scale": self._zo_lr_scale,
+            "seed": self.seed,
+            "blocks": self._blocks,
+            "mini_batch": self._mini_batch,
+            "emulation": self._emulation,
+            "data": self._data,
+        }
+        return configuration_facts(plan=self._given_plan, options=options, module=module)
+
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
@@ -499,6 +545,9 @@ class HybridOPStrategy(ParallelStrategy):
             raise CutError(
                 "This module has been cut by another HybridOPStrategy; build a new module for a new Trainer."
             )
+        if self.world_size > 1:
+            check_facts(model_facts(module), "model")
+            check_values(module)
         anatomy = read_anatomy(module, blocks_name=self._blocks)
         self._plan = self._place(anatomy)
         self._assembly = assemble(
@@ -524,15 +573,19 @@ class HybridOPStrategy(ParallelStrategy):
 
     def _place(self, anatomy: Anatomy) -> Plan:
         """Return the plan, having decided which rank is which stage."""
-        self._rank_of_stage = list(range(self.world_size))
         if self._given_plan is not None:
             check_given_plan(self._given_plan, anatomy, ranks=self.world_size)
             return self._given_plan
+        self._rank_of_stage = list(range(self.world_size))
         if self._plans_itself and self.world_size > 1:
             return self._place_by_measuring(anatomy)
         devices: list[str] = gather_in_order(str(self.compute_device), self._rank_of_stage)
         plan, self._rank_of_stage = place_evenly(
-            anatomy, devices=devices, zo_stages=self._zo_stages, options=self._plan_options
+            anatomy,
+            devices=devices,
+            hosts=gather_json(host_name()) if self.world_size > 1 else [host_name()],
+            zo_stages=self._zo_stages,
+            options=self._plan_options,
         )
         return plan
 

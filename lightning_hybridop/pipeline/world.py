@@ -282,11 +282,16 @@ def enter(
         if not dist.is_initialized():
             world.meet_again(timeout.total_seconds())
         return world
-    store = meeting_store(rank=rank, size=size, timeout=timeout)
-    world = World(store, rank=rank, size=size, timeout=timeout, patience=patience)
-    if not dist.is_initialized():  # else somebody else has connected them
+    if dist.is_initialized():
+        # Somebody else has connected them. A private name of torch, for want of a public one.
+        store: dist.Store = dist.PrefixStore("hybridop", dist.distributed_c10d._get_default_store())
+        world = World(store, rank=rank, size=size, timeout=timeout, patience=patience)
+        world.watch()
+    else:
+        store = meeting_store(rank=rank, size=size, timeout=timeout)
         check_versions(store, rank=rank, size=size)
         os.environ["GLOO_SOCKET_IFNAME"] = choose_interface(store, rank=rank, size=size, wanted=interface)
+        world = World(store, rank=rank, size=size, timeout=timeout, patience=patience)
         world.connect()
     world.introduce("A process")
     _entered[address] = world
