@@ -40,6 +40,10 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
+_FOLDER = 0x10
+"""The attribute of a part that says it is a folder."""
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint file that cannot be trusted; the message names it and what to do."""
 
@@ -75,6 +79,9 @@ def _damage(path: Path) -> str | None:
                 or sum(member.file_size for member in members) > path.stat().st_size
             ):
                 return "its parts are larger than the file"
+            # torch would read nothing from it and hand out whatever lay in memory.
+            if any(member.external_attr & _FOLDER for member in members):
+                return "one of its parts says that it is a folder"
             if len({member.filename for member in members}) < len(members):
                 return "two of its parts have one name"
             if not any(member.filename.endswith("/data.pkl") for member in members):
