@@ -85,7 +85,7 @@ def _chips(text: str) -> Iterator[NpuReading]:
         pairs = re.findall(r"([\d.]+)\s*/\s*([\d.]+)", cells[2])
         yield NpuReading(
             chip=chip,
-            name=words[-1],
+            name=words[-1] if words else "",
             health=upper[1],
             power=_number(values, 0),
             temperature=_number(values, 1),
