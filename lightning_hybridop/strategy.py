@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -27,7 +27,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 from lightning.pytorch.utilities.memory import recursive_detach
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -38,6 +38,7 @@ from lightning_hybridop.auto_plan import place_by_measuring
 from lightning_hybridop.averaging import complete_averages, cut_averages
 from lightning_hybridop.checkpoints import WholeCheckpointIO, check_whole, with_plain_hyper_parameters
 from lightning_hybridop.configurations import configuration_facts
+from lightning_hybridop.devices.host import is_forward_only
 from lightning_hybridop.estimation.directions import Distribution
 from lightning_hybridop.estimation.estimators import (
     DEFAULT_EPSILON,
@@ -88,6 +89,7 @@ from lightning_hybridop.pipeline.ownership import (
     forget_absent_parameters,
     frozen_adapters,
     merge_optimizer_state,
+    parameters_kept,
     synchronise,
 )
 from lightning_hybridop.pipeline.packing import can_be_packed
@@ -104,6 +106,8 @@ from lightning_hybridop.planning.plan import Estimator, Plan, Role, even_plan, l
 from lightning_hybridop.refusals import (
     refuse_adapters_across_stages,
     refuse_averages_on_runtimes,
+    refuse_backward_on_npus,
+    refuse_bfloat16_on_npus,
     refuse_compiled_modules,
     refuse_contradictions,
     refuse_manual_optimization,
@@ -507,6 +511,9 @@ class HybridOPStrategy(ParallelStrategy):
         if self._given_plan is not None:
             check_process_count(self._given_plan, ranks=self.world_size)
         if not self.pipelined:
+            if is_forward_only(self.compute_device):  # what is not pipelined back-propagates
+                stage = None if self._given_plan is None else self._given_plan.stages[0]
+                refuse_backward_on_npus(stage, "loss", self.compute_device)
             materialise(self.lightning_module.parameters())
             super().setup(trainer)
             return
@@ -550,6 +557,7 @@ class HybridOPStrategy(ParallelStrategy):
             check_values(module)
         anatomy = read_anatomy(module, blocks_name=self._blocks)
         self._plan = self._place(anatomy)
+        self._refuse_what_the_device_lacks(module, anatomy)
         self._assembly = assemble(
             module,
             anatomy,
@@ -571,6 +579,16 @@ class HybridOPStrategy(ParallelStrategy):
             self._directions_in_use = "microbatch"
             rank_zero_warn(f"{refusal} Each micro-batch has its own directions instead.")
 
+    def _refuse_what_the_device_lacks(self, module: LightningModule, anatomy: Anatomy) -> None:
+        """Refuse what this rank's device cannot compute; before there is a plan, what it could not in any stage."""
+        stage = None if self._plan is None else self._plan.stages[self.stage_index]
+        blocks = module.get_submodule(anatomy.blocks_name)
+        if stage is not None:
+            assert self._plan is not None
+            refuse_backward_on_npus(stage, self._plan.estimator, self.compute_device)
+            blocks = nn.ModuleList(list(blocks.children())[stage.first : stage.last])
+        refuse_bfloat16_on_npus(blocks, stage, device=self.compute_device, precision=self.precision_plugin)
+
     def _place(self, anatomy: Anatomy) -> Plan:
         """Return the plan, having decided which rank is which stage."""
         if self._given_plan is not None:
@@ -591,6 +609,7 @@ class HybridOPStrategy(ParallelStrategy):
 
     def _place_by_measuring(self, anatomy: Anatomy) -> Plan:
         assert self.lightning_module is not None
+        self._refuse_what_the_device_lacks(self.lightning_module, anatomy)
         forward_only = default_role(str(self.compute_device)) == "zo"
         if self._zo_stages is not None:
             forward_only = self.global_rank < self._zo_stages
@@ -676,7 +695,8 @@ class HybridOPStrategy(ParallelStrategy):
     @override
     def model_to_device(self) -> None:
         assert self.model is not None
-        self.model.to(self.compute_device)
+        with parameters_kept() if self.compute_device.type == "npu" else nullcontext():
+            self.model.to(self.compute_device)
 
     @property
     def _is_last_stage(self) -> bool:
@@ -1102,7 +1122,8 @@ class HybridOPStrategy(ParallelStrategy):
             self._lightning_module = (
                 None  # it cannot be moved to the CPU, and why it was refused must be seen
             )
-        super().teardown()
+        with parameters_kept() if self.compute_device.type == "npu" else nullcontext():
+            super().teardown()
 
     # Collectives over the world.
 
