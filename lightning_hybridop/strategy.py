@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -429,16 +430,17 @@ class HybridOPStrategy(ParallelStrategy):
         super().on_exception(exception)
         if not self.pipelined:
             return
+        processes: list[subprocess.Popen[bytes]] = []
+        if isinstance(self._launcher, _SubprocessScriptLauncher):
+            # Lightning's observer of these would end this process before its error has been printed.
+            processes = list(self._launcher.procs)
+            self._launcher.procs.clear()
         if self._world is not None:
             self.first_failure(exception)
             self._abandon_messages()
             world.part(exception)
             self._has_met_again = False
-        if isinstance(self._launcher, _SubprocessScriptLauncher):
-            processes = list(self._launcher.procs)
-            # Lightning's observer of these would end this process before its error has been printed.
-            self._launcher.procs.clear()
-            world.end_processes(processes, patience=SECONDS_TO_END)
+        world.end_processes(processes, patience=SECONDS_TO_END)
 
     def first_failure(self, exception: BaseException) -> world.Failure | None:
         """Return which process's failure led to this one's, having told the others of it; None in a run without peers."""
