@@ -1,6 +1,7 @@
 """`hybridop fit`: checks a configuration, makes the run's folder and has its processes run the recipe."""
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -92,13 +93,30 @@ def check(run: Run) -> Plan:
     ranks = os.environ.get("WORLD_SIZE")
     if ranks is not None and int(ranks) != len(plan.stages):
         raise ConfigurationError(
-            f"{ranks} processes were started but the plan has {len(plan.stages)} stages; start one process for each."
+            f"{ranks} processes were started but the plan has {len(plan.stages)} stages{_places(plan)}; start one process for "
+            "each."
         )
     if ranks is None:
+        check_hosts(plan)
         launch.check_port(config.port)
     run_strategy(config, plan)
     factory(config.data)().setup("fit")
     return plan
+
+
+def check_hosts(plan: Plan) -> None:
+    """Raise ConfigurationError when a plan's stages are on other hosts than this one, whose processes are started there."""
+    if any(stage.host not in (None, host_name()) for stage in plan.stages):
+        raise ConfigurationError(
+            f"The plan has stages on other hosts than {host_name()}{_places(plan)}; start them with `hybridop launch`, or with "
+            "torchrun on each host."
+        )
+
+
+def _places(plan: Plan) -> str:
+    """Return how many stages are on which host, in brackets; nothing for a plan that names none."""
+    counts = Counter(stage.host for stage in plan.stages if stage.host is not None)
+    return f" ({', '.join(f'{host}: {count}' for host, count in counts.items())})" if counts else ""
 
 
 def join_run(overrides: Sequence[str]) -> Run:
