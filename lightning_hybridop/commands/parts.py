@@ -133,7 +133,8 @@ def _planned(config: DictConfig) -> Plan:
         queries=_passes(strategy.queries, signs),
         exit_queries=_passes(strategy.exit_queries, signs),
         objective="makespan",
-        use_all=config.use_all,
+        # Whoever has come is to work.
+        use_all=config.use_all or config.present is not None,
         estimator=strategy.estimator,
     )
     blocks = config.model.blocks or _count_blocks(config.model.name)
@@ -154,6 +155,9 @@ def _planned(config: DictConfig) -> Plan:
     hosts = configured_hosts(config)
     if hosts is not None:
         plan = on_hosts(plan, hosts)
+    elif config.present is not None:
+        stages = tuple(dataclasses.replace(stage, host=stage.name) for stage in plan.stages)
+        plan = dataclasses.replace(plan, stages=stages)
     if not cluster.emulate:
         return plan
     if len(plan.stages) == 1:

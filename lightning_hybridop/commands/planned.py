@@ -71,14 +71,20 @@ def configured_cluster(config: DictConfig) -> Cluster:
             "devices, or measure this host with `hybridop fit plan=auto`."
         )
     values = OmegaConf.to_container(config.cluster)
-    return cluster_from_dict(values, {**load_profiles(), **_profile_files(config.cluster.devices)})
+    cluster = cluster_from_dict(values, {**load_profiles(), **_profile_files(config.cluster.devices)})
+    # Where each process stands for a host with one device.
+    return cluster if config.get("present") is None else cluster.only(config.present)
 
 
 def configured_hosts(config: DictConfig) -> Hosts | None:
-    """Return the hosts of `config.cluster`, None for a cluster that names none; raises ClusterError."""
+    """Return the hosts of `config.cluster`, of a run those that have come; None for a cluster that names none.
+
+    Raises ClusterError.
+    """
     if config.get("cluster") is None or "hosts" not in config.cluster:
         return None
-    return hosts_from_dict(OmegaConf.to_container(config.cluster))
+    hosts = hosts_from_dict(OmegaConf.to_container(config.cluster))
+    return hosts if config.get("present") is None else hosts.only(config.present)
 
 
 def _profile_files(entries: Any) -> dict[str, DeviceProfile]:
