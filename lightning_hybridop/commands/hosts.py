@@ -237,12 +237,12 @@ def _is_this_host(host: Host) -> bool:
 
 
 def _repeat(stream: IO[bytes], prefix: str, lock: threading.Lock) -> None:
-    for line in stream:
-        text = line.decode("utf-8", errors="replace").replace("\r\n", "\n").rstrip("\n")
-        # Of a progress bar only what it came to.
-        shown = text.rpartition("\r")[2] or text
-        with lock:
-            print(f"{prefix}{shown}", flush=True)
+    with stream:
+        for line in stream:
+            # Of a progress bar only what it came to.
+            text = line.decode("utf-8", errors="replace").rstrip("\r\n").rpartition("\r")[2]
+            with lock:
+                print(f"{prefix}{text}", flush=True)
 
 
 def _interrupted(number: int, _frame: FrameType | None) -> None:
