@@ -2,9 +2,11 @@
 
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from lightning_hybridop.commands.configuration import compose_runs
 from lightning_hybridop.commands.failures import sentence
 from lightning_hybridop.commands.parts import factory, run_plan
 from lightning_hybridop.commands.planned import AUTO, configured_hosts
+from lightning_hybridop.configurations import is_path
 from lightning_hybridop.devices.host import available_memory, device_name, named_device
 from lightning_hybridop.modules.language_models import load_configuration
 from lightning_hybridop.pipeline import world
@@ -29,6 +32,9 @@ from lightning_hybridop.planning.plan import MIB, Plan, Stage
 from lightning_hybridop.reporting.findings import Finding, findings_table, links_table
 
 SECONDS_TO_MEET = 60
+WIDTH = 140
+"""Of the tables where there is no terminal."""
+
 PROBE = 64
 """Rows and columns of what is computed and sent as a trial."""
 
@@ -74,7 +80,8 @@ def doctor(overrides: Sequence[str]) -> None:
         DoctorError: a run would not start.
         SystemExit: likewise, on the ranks that print nothing.
     """
-    config = compose_runs("doctor", overrides)[0].config
+    # Nothing is written; a folder named after the time would be another one on each rank.
+    config = compose_runs("doctor", overrides, folder=Path(os.sep))[0].config
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     together = "RANK" in os.environ
     notes = _Notes(rank)
@@ -102,7 +109,7 @@ def doctor(overrides: Sequence[str]) -> None:
         prints = True
     failed = [finding for finding in notes.findings if finding.remedy is not None]
     if prints:
-        console = Console()
+        console = Console(width=None if sys.stdout.isatty() else WIDTH)
         console.print(findings_table(notes.findings))
         if rows:
             console.print(links_table(rows))
@@ -181,7 +188,7 @@ def _flat(values: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, str]]:
     for name, value in values.items():
         if isinstance(value, Mapping):
             found += _flat(value, f"{prefix}{name}.")
-        else:
+        elif not is_path(value):  # those may differ
             found.append((f"{prefix}{name}", str(value)))
     return found
 

@@ -22,7 +22,7 @@ MODEL = ("model=hf", "model.name=random-4-blocks", "model.blocks=4", "data=headl
 def test_alone_it_tries_what_this_host_has(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(doctor, "WIDTH", 250)
 
     assert main(["doctor", *MODEL, "cluster=local_1zo_1bp"]) == 0
 
@@ -47,7 +47,7 @@ def test_alone_it_tries_what_this_host_has(
 def test_each_fault_comes_with_its_remedy(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.setattr(doctor, "WIDTH", 250)
     stages = [
         {"first": 0, "last": 2, "role": "zo", "device": "npu:0"},
         {"first": 2, "last": 4, "device": "cuda:7"},
@@ -113,7 +113,8 @@ def test_a_remedy_is_marked() -> None:
 
 def _together() -> list[tuple[int | str, str]]:
     rank = int(os.environ["RANK"])
-    os.environ.update(HYBRIDOP_HOST=("nano", "nx")[rank], COLUMNS="220")
+    os.environ["HYBRIDOP_HOST"] = ("nano", "nx")[rank]
+    doctor.WIDTH = 250
     results: list[tuple[int | str, str]] = []
     for options in (
         ("cluster=local_1zo_1bp",),

@@ -105,6 +105,28 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(folder / "run")
 
 
+def test_the_doctor_finds_the_interface_and_the_rate_of_the_cable(network: Lan) -> None:
+    network.limit(50)
+    model = ("model=hf", "model.name=random-4-blocks", "model.blocks=4", "data=headlines")
+    options = ("doctor", *model, "cluster=local_1zo_1bp")
+
+    said, other = run_all(
+        [network.on(host, torchrun(1, *options, nodes=2, endpoint="nano:29500")) for host in ("nano", "nx")]
+    )
+
+    addresses = network.addresses
+    for host in ("nano", "nx"):
+        (row,) = [line for line in said.splitlines() if f" {host} " in line and " meeting " in line]
+        assert "2 processes at nano:" in row
+        assert f"over eth0 ({addresses[host]})" in row
+    (row,) = [line.split() for line in said.splitlines() if "(nano)" in line]
+    assert row[:4] == ["0", "(nano)", "1", "(nx)"]
+    # Headers take their part, and the first packets go faster than the rate.
+    assert 35 < float(row[4]) < 75
+    assert "A run would start." in said
+    assert "A run would start." not in other
+
+
 @pytest.mark.parametrize("mbit_s", [1000, 100])
 def test_four_hosts_learn_what_one_host_does(
     network: Lan, local: list[float], mbit_s: int, tmp_path: Path
