@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lightning_hybridop.devices.cache import load_measured, save_measured
-from lightning_hybridop.devices.host import available_memory
+from lightning_hybridop.devices.host import available_memory, device_count
 from lightning_hybridop.devices.measure import Measured, measure, measured_profile, measured_setting
 from lightning_hybridop.pipeline.anatomy import Anatomy, CutError
 from lightning_hybridop.pipeline.exchange import broadcast_json, gather_json
@@ -59,8 +59,7 @@ def place_by_measuring(
     dtype = block_dtype(module.get_submodule(f"{anatomy.blocks_name}.0"))
     micro_batches = options["micro_batches"]
     # Processes of one host share its devices and their memory.
-    devices_here = 1 if device.type == "cpu" else torch.accelerator.device_count()
-    memory = available_memory(device) / math.ceil(processes_here / max(1, devices_here))
+    memory = available_memory(device) / math.ceil(processes_here / max(1, device_count(device)))
     # As many at a time as the host can run beside each other: more would only wait for a core, which in a pipeline,
     # where most stages are idle at any time, they do not.
     beside = processes_here

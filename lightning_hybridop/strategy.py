@@ -2,11 +2,11 @@
 
 import atexit
 import os
-import socket
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -28,7 +28,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 from lightning.pytorch.utilities.memory import recursive_detach
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -37,8 +37,9 @@ from lightning_hybridop.accelerators.npu import load_npu
 from lightning_hybridop.assembly import Assembly, assemble, gather_in_order, stage_model
 from lightning_hybridop.auto_plan import place_by_measuring
 from lightning_hybridop.averaging import complete_averages, cut_averages
-from lightning_hybridop.checkpoints import WholeCheckpointIO, with_plain_hyper_parameters
+from lightning_hybridop.checkpoints import WholeCheckpointIO, check_whole, with_plain_hyper_parameters
 from lightning_hybridop.configurations import configuration_facts
+from lightning_hybridop.devices.host import is_forward_only
 from lightning_hybridop.estimation.directions import Distribution
 from lightning_hybridop.estimation.estimators import (
     DEFAULT_EPSILON,
@@ -89,6 +90,7 @@ from lightning_hybridop.pipeline.ownership import (
     forget_absent_parameters,
     frozen_adapters,
     merge_optimizer_state,
+    parameters_kept,
     synchronise,
 )
 from lightning_hybridop.pipeline.packing import can_be_packed
@@ -105,6 +107,8 @@ from lightning_hybridop.planning.plan import Estimator, Plan, Role, even_plan, l
 from lightning_hybridop.refusals import (
     refuse_adapters_across_stages,
     refuse_averages_on_runtimes,
+    refuse_backward_on_npus,
+    refuse_bfloat16_on_npus,
     refuse_compiled_modules,
     refuse_contradictions,
     refuse_manual_optimization,
@@ -173,7 +177,9 @@ class HybridOPStrategy(ParallelStrategy):
         perturbation_memory: MiB that one such forward may take; fewer queries ride where they would take more.
         zo_lr_scale: factor on the learning rate of zo stages.
         seed: of directions, dropout and samplers; default: that of `seed_everything`, else 0.
-        timeout: seconds after which a silent neighbour ends the run.
+        timeout: seconds that a message of another stage may take before the run ends.
+        heartbeat: seconds without a sign of life after which a process counts as lost and the run ends.
+        interface: the network interface that connects this host with the others; default: the one on the route to them.
         blocks: name of the model's list of transformer blocks, if it is not its longest `nn.ModuleList`.
         mini_batch: rows, and tokens of each, that `plan="auto"` plans for.
         emulation: times that the stages of a given plan keep to, in the place of other devices.
@@ -182,7 +188,7 @@ class HybridOPStrategy(ParallelStrategy):
 
     Raises:
         PlanError: the plan or an option is not valid.
-        ValueError: `epsilon` or `timeout` is not positive.
+        ValueError: `epsilon`, `timeout` or `heartbeat` is not positive.
     """
 
     def __init__(
@@ -207,6 +213,8 @@ class HybridOPStrategy(ParallelStrategy):
         zo_lr_scale: float = 1.0,
         seed: int | None = None,
         timeout: float = 60.0,
+        heartbeat: float = 15.0,
+        interface: str | None = None,
         blocks: str | None = None,
         mini_batch: tuple[int, int] = (8, 128),
         emulation: Emulation | None = None,
@@ -217,6 +225,7 @@ class HybridOPStrategy(ParallelStrategy):
         for name, value in (
             ("epsilon", epsilon),
             ("timeout", timeout),
+            ("heartbeat", heartbeat),
             ("zo_lr_scale", zo_lr_scale),
             ("perturbation_memory", perturbation_memory),
         ):
@@ -269,6 +278,8 @@ class HybridOPStrategy(ParallelStrategy):
         self._zo_lr_scale = zo_lr_scale
         self._seed = seed
         self._timeout = timedelta(seconds=timeout)
+        self._heartbeat = heartbeat
+        self._interface = interface
         self._blocks = blocks
         self._emulation = emulation
         self._data = data
@@ -397,17 +408,15 @@ class HybridOPStrategy(ParallelStrategy):
         atexit.register(world.leave)
         os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
         os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
-        try:
-            self._world = world.enter(rank=self.global_rank, size=self.world_size, timeout=self._timeout)
-            self._has_met_again = False
-        except RuntimeError as error:
-            if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-                raise RuntimeError(
-                    f"Port {self.cluster_environment.main_port} on {self.cluster_environment.main_address} is in use; "
-                    "set MASTER_PORT to a free port, or leave it unset."
-                ) from error
-            raise
-        world.speak_once(self.global_rank, socket.gethostname(), speaks_for_host=self.local_rank == 0)
+        self._world = world.enter(
+            rank=self.global_rank,
+            size=self.world_size,
+            timeout=self._timeout,
+            patience=self._heartbeat,
+            interface=self._interface,
+        )
+        self._has_met_again = False
+        world.speak_once(self.global_rank, host_name(), speaks_for_host=self.local_rank == 0)
         if self.world_size > 1:
             check_facts(self._configuration_facts(), "configuration")
         self._find_stage()
@@ -421,16 +430,23 @@ class HybridOPStrategy(ParallelStrategy):
         super().on_exception(exception)
         if not self.pipelined:
             return
+        processes: list[subprocess.Popen[bytes]] = []
+        if isinstance(self._launcher, _SubprocessScriptLauncher):
+            # Lightning's observer of these would end this process before its error has been printed.
+            processes = list(self._launcher.procs)
+            self._launcher.procs.clear()
         if self._world is not None:
-            self._world.tell(exception, stage=self._stage_in_words)
+            self.first_failure(exception)
             self._abandon_messages()
             world.part(exception)
             self._has_met_again = False
-        if isinstance(self._launcher, _SubprocessScriptLauncher):
-            processes = list(self._launcher.procs)
-            # Lightning's observer of these would end this process before its error has been printed.
-            self._launcher.procs.clear()
-            world.end_processes(processes, patience=SECONDS_TO_END)
+        world.end_processes(processes, patience=SECONDS_TO_END)
+
+    def first_failure(self, exception: BaseException) -> world.Failure | None:
+        """Return which process's failure led to this one's, having told the others of it; None in a run without peers."""
+        if self._world is not None:
+            self._world.tell(exception, stage=self._stage_in_words)
+        return world.first_failure(exception)
 
     def _meet_after_failure(self) -> None:
         """In a run that has failed, connect all processes anew, so that callbacks can still save what all hold."""
@@ -497,6 +513,9 @@ class HybridOPStrategy(ParallelStrategy):
         if self._given_plan is not None:
             check_process_count(self._given_plan, ranks=self.world_size)
         if not self.pipelined:
+            if is_forward_only(self.compute_device):  # what is not pipelined back-propagates
+                stage = None if self._given_plan is None else self._given_plan.stages[0]
+                refuse_backward_on_npus(stage, "loss", self.compute_device)
             materialise(self.lightning_module.parameters())
             super().setup(trainer)
             return
@@ -540,6 +559,7 @@ class HybridOPStrategy(ParallelStrategy):
             check_values(module)
         anatomy = read_anatomy(module, blocks_name=self._blocks)
         self._plan = self._place(anatomy)
+        self._refuse_what_the_device_lacks(module, anatomy)
         self._assembly = assemble(
             module,
             anatomy,
@@ -553,11 +573,23 @@ class HybridOPStrategy(ParallelStrategy):
             notice=rank_zero_warn,
         )
         self._plan = self._assembly.engine.plan
+        assert self._world is not None
+        self._world.introduce(self._stage_in_words)
         refusal = self._assembly.grouping.refusal
         self._directions_in_use = self._directions
         if self._directions == "row" and self._plan.estimator == "boundary" and refusal is not None:
             self._directions_in_use = "microbatch"
             rank_zero_warn(f"{refusal} Each micro-batch has its own directions instead.")
+
+    def _refuse_what_the_device_lacks(self, module: LightningModule, anatomy: Anatomy) -> None:
+        """Refuse what this rank's device cannot compute; before there is a plan, what it could not in any stage."""
+        stage = None if self._plan is None else self._plan.stages[self.stage_index]
+        blocks = module.get_submodule(anatomy.blocks_name)
+        if stage is not None:
+            assert self._plan is not None
+            refuse_backward_on_npus(stage, self._plan.estimator, self.compute_device)
+            blocks = nn.ModuleList(list(blocks.children())[stage.first : stage.last])
+        refuse_bfloat16_on_npus(blocks, stage, device=self.compute_device, precision=self.precision_plugin)
 
     def _place(self, anatomy: Anatomy) -> Plan:
         """Return the plan, having decided which rank is which stage."""
@@ -579,6 +611,7 @@ class HybridOPStrategy(ParallelStrategy):
 
     def _place_by_measuring(self, anatomy: Anatomy) -> Plan:
         assert self.lightning_module is not None
+        self._refuse_what_the_device_lacks(self.lightning_module, anatomy)
         forward_only = default_role(str(self.compute_device)) == "zo"
         if self._zo_stages is not None:
             forward_only = self.global_rank < self._zo_stages
@@ -664,7 +697,8 @@ class HybridOPStrategy(ParallelStrategy):
     @override
     def model_to_device(self) -> None:
         assert self.model is not None
-        self.model.to(self.compute_device)
+        with parameters_kept() if self.compute_device.type == "npu" else nullcontext():
+            self.model.to(self.compute_device)
 
     @property
     def _is_last_stage(self) -> bool:
@@ -1008,14 +1042,29 @@ class HybridOPStrategy(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        # Edge hosts share no disk: rank 0 reads the file for all.
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only) if self.is_global_zero else None
-        loaded: dict[str, Any] = self.broadcast(checkpoint)
+        # Edge hosts share no disk: the first rank that has the file reads it for all. Nothing in it may run code, unless
+        # the user says so.
+        reader = self._first_with(checkpoint_path)
+        checkpoint = None
+        if self.global_rank == reader:
+            if Path(checkpoint_path).is_file():
+                check_whole(checkpoint_path)
+            checkpoint = super().load_checkpoint(
+                checkpoint_path, True if weights_only is None else weights_only
+            )
+        loaded: dict[str, Any] = self.broadcast(checkpoint, src=reader)
         self._running_exit_loss = loaded.get(RUNNING_EXIT_LOSS)
         module = self._lightning_module
         if module is not None and module._trainer is not None:
             complete_averages(loaded, module, module.trainer)
         return loaded
+
+    def _first_with(self, path: _PATH) -> int:
+        """Return the first rank that has a file, rank 0 if none does (it may be somewhere else than on a disk)."""
+        if self.world_size == 1:
+            return 0
+        have_it: list[bool] = gather_in_order(Path(path).is_file(), list(range(self.world_size)))
+        return have_it.index(True) if any(have_it) else 0
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -1075,7 +1124,8 @@ class HybridOPStrategy(ParallelStrategy):
             self._lightning_module = (
                 None  # it cannot be moved to the CPU, and why it was refused must be seen
             )
-        super().teardown()
+        with parameters_kept() if self.compute_device.type == "npu" else nullcontext():
+            super().teardown()
 
     # Collectives over the world.
 

@@ -62,7 +62,9 @@ def configured_cluster(config: DictConfig) -> Cluster:
     hosts = configured_hosts(config)
     if hosts is not None:
         files = [_profile_files(host.devices) for host in config.cluster.hosts]
-        return cluster_of_hosts(hosts, {**load_profiles(), **{k: v for found in files for k, v in found.items()}})
+        return cluster_of_hosts(
+            hosts, {**load_profiles(), **{k: v for found in files for k, v in found.items()}}
+        )
     if "devices" not in config.cluster:
         raise ConfigurationError(
             "This cluster says how many processes run on this host, not which devices there are; choose a cluster with "

@@ -70,8 +70,25 @@ def available_memory(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     if device.type == "npu" and (npu := torch_npu()) is not None:
-        return float(npu.get_device_properties(device).total_memory)
+        try:
+            return float(npu.mem_get_info(device)[0])
+        except (AttributeError, RuntimeError):  # older versions of torch_npu
+            return float(npu.get_device_properties(device).total_memory)
     return float(psutil.virtual_memory().available)
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Return whether a device computes in bfloat16: NPUs of the 310 series do not."""
+    return device.type != "npu" or not device_name(device).startswith("Ascend310")
+
+
+def device_count(device: torch.device) -> int:
+    """Return how many devices of a type this machine has; of the CPU there is one."""
+    if device.type == "cuda":
+        return torch.cuda.device_count()
+    if device.type == "npu" and (npu := torch_npu()) is not None:
+        return int(npu.device_count())
+    return 1
 
 
 def torch_npu() -> Any | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybridop.devices.host import has_bfloat16, synchronize
 from lightning_hybridop.pipeline.emulation import Pace, PacedChannel
 from lightning_hybridop.pipeline.stage import StageModel
 from lightning_hybridop.pipeline.transport import Channel
@@ -66,6 +67,7 @@ class Engine:
         self.width = width
         self.boundary_dtypes = boundary_dtypes
         self.device = device
+        self._has_bfloat16 = has_bfloat16(device)
         self.clock_offset = clock_offset
         self.pace = pace
         self.is_last = stage == len(plan.stages) - 1
@@ -195,7 +197,12 @@ class Engine:
                 shape = (rows * action.count, length, self.width)
                 self.channels[source].post(action, shape, dtype)
         source = self._source(actions[position])
-        return None if source is None else self.channels[source].receive(actions[position]).to(self.device)
+        return None if source is None else self._on_device(self.channels[source].receive(actions[position]))
+
+    def _on_device(self, received: Tensor) -> Tensor:
+        """Move what was received to this stage's device; widened on the way where that has no bfloat16."""
+        lacking = received.dtype == torch.bfloat16 and not self._has_bfloat16
+        return (received.float() if lacking else received).to(self.device)
 
     def _send(self, action: Action, tensor: Tensor) -> None:
         if action.kind is Kind.BACKWARD:
@@ -209,8 +216,7 @@ class Engine:
         return torch.float32 if dtype == torch.float16 else dtype
 
     def _record(self, action: Action, started: float, timeline: list[TimedAction]) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
+        synchronize(self.device)
         timeline.append(
             TimedAction(
                 stage=self.stage,
