@@ -76,7 +76,7 @@ def unquoted(value: Any) -> Any:
 
 
 def test_each_host_is_told_what_to_start(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", f"hosts={file}", *OPTIONS, "max_restarts=2", "min_hosts=1"]) == 0
+    assert main(["launch", f"hosts={file}", *OPTIONS, "restarts=2", "min_hosts=1"]) == 0
 
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("#")] == [
@@ -99,7 +99,7 @@ def test_each_host_is_told_what_to_start(file: Path, capsys: pytest.CaptureFixtu
             *("--rdzv-conf", f"is_host={is_host}", "--rdzv-id", "hybridop-quickstart"),
             *("--local-addr", address, "--max-restarts", "2", "-m", "lightning_hybridop", "fit"),
         ]
-        assert command[end + 2 : -1] == list(OPTIONS)
+        assert command[end + 2 : -1] == [*OPTIONS, "restarts=2"]
         # The file itself need not be on the other hosts.
         parsed = OverridesParser.create().parse_override(command[-1])
         assert (parsed.key_or_group, unquoted(parsed.value())) == ("hosts", FILE)
