@@ -64,7 +64,7 @@ options (name=value; --show prints all):
   hosts=<file>                      a hosts file; conf/cluster/lan.yaml shows what is in one
   start=true                        start the commands over ssh, without a password (BatchMode)
   command=doctor                    run `hybridop doctor` on all hosts in the place of `fit`
-  max_restarts=<number>             how often a run that failed goes on from its last checkpoint
+  restarts=<number>                 how often a run that failed goes on from its latest checkpoint
   min_hosts=<number>                with fewer hosts than all a run goes on as long as so many are left
   port=<port>                       on which the hosts find each other, in the place of the hosts file's
 
