@@ -8,6 +8,7 @@ import json
 import logging
 import time
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 
 import lightning as L
@@ -16,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from omegaconf import DictConfig
 from rich.console import Console
 
-from lightning_hybridop.callbacks import ComuTi, PeakMemory
+from lightning_hybridop.callbacks import ComuTi, Energy, PeakMemory
 from lightning_hybridop.commands.parts import factory, run_module, run_plan, run_strategy
 from lightning_hybridop.planning.plan import save_plan
 from lightning_hybridop.reporting import Change, run_summary
@@ -78,6 +79,9 @@ def fit(config: DictConfig, folder: Path) -> None:
         "peak_memory_mib": memory.per_stage_mib,
         "seconds": time.perf_counter() - started,
     }
+    energy = next((callback.report for callback in chosen if isinstance(callback, Energy)), None)
+    if energy is not None:
+        summary["energy"] = asdict(energy)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     console = Console()
     console.print(
@@ -93,6 +97,8 @@ def fit(config: DictConfig, folder: Path) -> None:
             peak_memory_mib=memory.per_stage_mib,
         )
     )
+    if energy is not None:
+        console.print(str(energy), soft_wrap=True, highlight=False)
     console.print(f"All files of this run: {folder}", soft_wrap=True, highlight=False)
 
 
