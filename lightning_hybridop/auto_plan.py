@@ -18,6 +18,7 @@ from lightning_hybridop.devices.host import available_memory, device_count
 from lightning_hybridop.devices.measure import Measured, measure, measured_profile, measured_setting
 from lightning_hybridop.pipeline.anatomy import Anatomy, CutError
 from lightning_hybridop.pipeline.exchange import broadcast_json, gather_json
+from lightning_hybridop.pipeline.interface import host_name, hosts_to_name
 from lightning_hybridop.pipeline.links import MeasuredLink, measure_links
 from lightning_hybridop.pipeline.ownership import block_dtype
 from lightning_hybridop.planning.cluster import BYTES_PER_GB, Cluster, Device, profile_from_dict
@@ -101,9 +102,10 @@ def place_by_measuring(
     values = broadcast_json(planned, source=0)
     ranks = [int(name.split()[-1]) for name in values.pop("devices")]
     devices = gather_json(str(device))
+    hosts = hosts_to_name(gather_json(host_name()))
     plan = plan_from_dict(values)
     stages = tuple(
-        dataclasses.replace(stage, device=devices[rank])
+        dataclasses.replace(stage, device=devices[rank], host=hosts[rank])
         for stage, rank in zip(plan.stages, ranks, strict=True)
     )
     return dataclasses.replace(plan, stages=stages), ranks

@@ -5,6 +5,7 @@ from lightning_hybridop.callbacks.comu_ti import ComuTi, RunMeans
 from lightning_hybridop.callbacks.energy import Energy, EnergyReport
 from lightning_hybridop.callbacks.peak_memory import PeakMemory
 from lightning_hybridop.callbacks.pipeline_trace import PipelineTrace
+from lightning_hybridop.callbacks.recovery import LostTime, Recovery
 from lightning_hybridop.pipeline.measured import peak_memory_mib
 
 __all__ = [
@@ -12,8 +13,10 @@ __all__ = [
     "ComuTi",
     "Energy",
     "EnergyReport",
+    "LostTime",
     "PeakMemory",
     "PipelineTrace",
+    "Recovery",
     "RunMeans",
     "peak_memory_mib",
 ]

@@ -28,7 +28,7 @@ _FIGURES = ("predicted", "measured")
 
 _HEADER = """\
 # A stage runs the blocks `first` to `last` - 1 as zo (learns from perturbations), bp (back-propagates) or frozen
-# (learns nothing). It may also have a name, a device, a dtype, an executor and its weights, and relative times:
+# (learns nothing). It may also have a name, a host, a device, a dtype, an executor and its weights, and relative times:
 # speed, backward, transfer."""
 
 
@@ -40,7 +40,7 @@ class PlanError(ValueError):
 class Stage:
     """One device's contiguous range `[first, last)` of transformer blocks.
 
-    `name` is that of the cluster's device it was planned for. `executor` runs its blocks: torch, or an inference
+    `name` is that of the cluster's device it was planned for, `host` the host that runs it (None: whichever). `executor` runs its blocks: torch, or an inference
     runtime where nothing back-propagates, which may keep its frozen `weights` as int8. `dtype` is what frozen weights
     are cast to, in a runtime the precision of its arithmetic (None: left as loaded). Schedules are made for relative
     times: a forward of one block takes `1 / speed` units, a backward `backward` forwards, and a hidden state or
@@ -51,6 +51,7 @@ class Stage:
     last: int
     role: Role = "bp"
     name: str | None = None
+    host: str | None = None
     device: str = "cpu"
     dtype: DTypeName | None = None
     executor: ExecutorName = "torch"
@@ -306,6 +307,8 @@ def _check_stage(index: int, stage: Any) -> None:
         raise PlanError(
             f"{where}.name: found {stage.name!r}, expected the name of one of the cluster's devices."
         )
+    if stage.host is not None and (not isinstance(stage.host, str) or not stage.host.strip()):
+        raise PlanError(f"{where}.host: found {stage.host!r}, expected the name of a host.")
     check_number(f"{where}.speed", stage.speed, error=PlanError)
     for name in ("backward", "transfer"):
         check_number(f"{where}.{name}", getattr(stage, name), error=PlanError, above=False)
