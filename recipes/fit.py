@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from omegaconf import DictConfig
 from rich.console import Console
 
-from lightning_hybridop.callbacks import ComuTi, PeakMemory, Recovery
+from lightning_hybridop.callbacks import ComuTi, Energy, PeakMemory, Recovery
 from lightning_hybridop.commands.parts import factory, run_module, run_plan, run_strategy
 from lightning_hybridop.commands.resuming import AUTO, METRICS, join_metrics, set_metrics_aside
 from lightning_hybridop.planning.plan import save_plan
@@ -87,6 +87,9 @@ def fit(config: DictConfig, folder: Path) -> None:
         "seconds": time.perf_counter() - started,
         "lost_time": None if recovery.lost is None else asdict(recovery.lost),
     }
+    energy = next((callback.report for callback in chosen if isinstance(callback, Energy)), None)
+    if energy is not None:
+        summary["energy"] = asdict(energy)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     console = Console()
     console.print(
@@ -102,6 +105,8 @@ def fit(config: DictConfig, folder: Path) -> None:
             peak_memory_mib=memory.per_stage_mib,
         )
     )
+    if energy is not None:
+        console.print(str(energy), soft_wrap=True, highlight=False)
     if recovery.lost is not None:
         console.print(lost_time_table(asdict(recovery.lost)))
     console.print(f"All files of this run: {folder}", soft_wrap=True, highlight=False)
