@@ -125,7 +125,7 @@ def refuse_contradictions(plan: Plan, options: Mapping[str, Any]) -> None:
 
     One that has its default value is taken as not given.
     """
-    defaults = {field.name: field.default for field in dataclasses.fields(Plan)}
+    defaults = {field.name: field.default for field in dataclasses.fields(Plan)} | {"wire": None}
     for name, value in options.items():
         own = getattr(plan, name)
         if value not in (own, defaults[name]):

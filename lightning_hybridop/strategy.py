@@ -92,7 +92,7 @@ from lightning_hybridop.pipeline.stand_ins import StandIn
 from lightning_hybridop.pipeline.weights import lacks_values, materialise
 from lightning_hybridop.pipeline.work import Steps
 from lightning_hybridop.placement import check_given_plan, check_process_count, place_evenly
-from lightning_hybridop.planning.plan import Estimator, Plan, Role, even_plan, load_plan, save_plan
+from lightning_hybridop.planning.plan import Estimator, Plan, Role, WireName, even_plan, load_plan, save_plan
 from lightning_hybridop.refusals import (
     refuse_adapters_across_stages,
     refuse_averages_on_runtimes,
@@ -155,6 +155,8 @@ class HybridOPStrategy(ParallelStrategy):
         difference: `"forward"` or `"central"` difference quotient, or `"antithetic"` pairs of queries.
         exit_baseline: what exit losses are compared with: the unperturbed `"exit"` loss, the `"full"` model's, or the
             `"running"` mean of exit losses, which costs no forward.
+        wire: how hidden states travel from stage to stage: `"bfloat16"`, `"float16"` or `"int8"`; None: in the dtype that
+            they have. Gradients then come back in bfloat16.
         epsilon: size of the perturbation; default: by the zo stages' dtype.
         directions: `"microbatch"` draws Q directions for each micro-batch, `"minibatch"` Q for all of them, `"row"` Q
             for each row (boundary estimator, LoRA).
@@ -189,6 +191,7 @@ class HybridOPStrategy(ParallelStrategy):
         estimator: Estimator = "loss",
         difference: Difference = "forward",
         exit_baseline: str = "exit",
+        wire: WireName | None = None,
         epsilon: float | None = None,
         directions: Directions = "microbatch",
         distribution: Distribution = "normal",
@@ -237,6 +240,7 @@ class HybridOPStrategy(ParallelStrategy):
             "queries_per_forward": queries_per_forward,
             "difference": difference,
             "exit_baseline": exit_baseline,
+            "wire": wire,
         }
         # Checked here, so that a bad option is refused before any process is started or any model loaded.
         checked = {**self._plan_options}
@@ -273,6 +277,8 @@ class HybridOPStrategy(ParallelStrategy):
         self._updates: Updates | None = None
         self._result: MiniBatchResult | None = None
         self._times = MiniBatchTimes()
+        self.sent_mib: tuple[float, ...] = ()
+        """The MiB that each stage sends to its neighbours in a mini-batch; known at the end of training."""
 
     # Who and where: ranks, stages, devices.
 
@@ -673,7 +679,7 @@ class HybridOPStrategy(ParallelStrategy):
             )
         self._running_exit_loss = running_mean(self._running_exit_loss, self._result.exit_loss)
         self._updates.stash = self._result.gradients
-        self._times.add(self._result.timeline)
+        self._times.add(self._result.timeline, self._result.sent_bytes)
         replay(module, self._result.report, owns_metrics=self._is_last_stage)
         loss = torch.tensor(self._result.loss, device=self.root_device)
         if not self._result.report["more"]:
@@ -699,12 +705,14 @@ class HybridOPStrategy(ParallelStrategy):
 
     def _estimator_settings(self) -> EstimatorSettings:
         _, assembly = self._module_and_assembly()
-        # Losses carry the rounding of all stages, hidden states at the boundary that of the zo stages alone.
+        # Losses carry the rounding of all stages, hidden states at the boundary that of the zo stages alone. So with what
+        # travels between them.
         stages = self.plan.zo_stages
         if stages and self.plan.estimator == "loss":
             stages = tuple(range(len(self.plan.stages)))
         estimating = [assembly.arithmetic[stage] for stage in stages]
         dtypes = [str(dtype).removeprefix("torch.") for dtype in estimating] or ["float32"]
+        dtypes += [wire for stage in stages[:-1] if (wire := self.plan.stages[stage].wire) is not None]
         return EstimatorSettings(
             seed=self.seed,
             epsilon=self._epsilon or max(DEFAULT_EPSILON[dtype] for dtype in dtypes),
@@ -1001,6 +1009,7 @@ class HybridOPStrategy(ParallelStrategy):
         if self.pipelined:
             self.trainable_state_dict()
             self._plan = replace(self.plan, measured=self._times.gather(self._rank_of_stage))
+            self.sent_mib = self._times.gather_sent_mib(self._rank_of_stage)
             self._save_own_plan()
 
     def _save_own_plan(self) -> None:

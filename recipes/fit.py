@@ -76,6 +76,7 @@ def fit(config: DictConfig, folder: Path) -> None:
         "comu_ti": means.comu_ti,
         "comu_ti_per_stage": means.comu_ti_per_stage,
         "peak_memory_mib": memory.per_stage_mib,
+        "sent_mib_per_mini_batch": strategy.sent_mib,
         "seconds": time.perf_counter() - started,
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
@@ -91,6 +92,7 @@ def fit(config: DictConfig, folder: Path) -> None:
             samples_per_second=means.samples_per_second,
             comu_ti=means.comu_ti_per_stage,
             peak_memory_mib=memory.per_stage_mib,
+            sent_mib=strategy.sent_mib or None,
         )
     )
     console.print(f"All files of this run: {folder}", soft_wrap=True, highlight=False)

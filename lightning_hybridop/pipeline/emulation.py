@@ -86,21 +86,28 @@ class PacedChannel:
     def __init__(self, channel: Channel, link: LinkTimes, time_scale: float) -> None:
         self._channel = channel
         self._transfer = link.transfer * time_scale
+        self._back = link.back * time_scale
         self._latency = link.latency * time_scale
         self._free_at = 0.0
         # Its thread ends when the channel is no longer referred to.
         self._courier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hybridop-link")
         self._underway: list[tuple[Action, Future[None]]] = []
 
-    def send(self, tensor: Tensor, action: Action, dtype: torch.dtype) -> None:
-        """Let `tensor` travel over the link as `dtype`."""
-        self._free_at = max(self._free_at, time.perf_counter()) + action.count * self._transfer
-        arrival = self._free_at + self._latency
-        self._underway.append((action, self._courier.submit(self._deliver, arrival, tensor, action, dtype)))
+    @property
+    def sent_bytes(self) -> int:
+        """All that was ever sent."""
+        return self._channel.sent_bytes
 
-    def post(self, action: Action, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def send(self, tensor: Tensor, action: Action, form: torch.dtype) -> None:
+        """Let `tensor` travel over the link in the format `form`."""
+        seconds = self._back if action.kind is Kind.BACKWARD else action.count * self._transfer
+        self._free_at = max(self._free_at, time.perf_counter()) + seconds
+        arrival = self._free_at + self._latency
+        self._underway.append((action, self._courier.submit(self._deliver, arrival, tensor, action, form)))
+
+    def post(self, action: Action, shape: tuple[int, ...], form: torch.dtype) -> None:
         """Announce a receive, as `Channel.post` does."""
-        self._channel.post(action, shape, dtype)
+        self._channel.post(action, shape, form)
 
     def is_posted(self, action: Action) -> bool:
         """Tell whether a receive has been posted and not yet taken."""
@@ -127,8 +134,8 @@ class PacedChannel:
         self._underway.clear()
         self._channel.abandon()
 
-    def _deliver(self, arrival: float, tensor: Tensor, action: Action, dtype: torch.dtype) -> None:
+    def _deliver(self, arrival: float, tensor: Tensor, action: Action, form: torch.dtype) -> None:
         remaining = arrival - time.perf_counter()
         if remaining > 0:
             time.sleep(remaining)
-        self._channel.send(tensor, action, dtype)
+        self._channel.send(tensor, action, form)

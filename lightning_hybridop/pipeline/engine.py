@@ -12,7 +12,7 @@ from lightning_hybridop.pipeline.emulation import Pace, PacedChannel
 from lightning_hybridop.pipeline.stage import StageModel
 from lightning_hybridop.pipeline.transport import Channel
 from lightning_hybridop.pipeline.work import Perturbation, StageOutcome, Steps, Work
-from lightning_hybridop.planning.plan import Plan
+from lightning_hybridop.planning.plan import Plan, WireName
 from lightning_hybridop.schedules.actions import Action, Kind
 from lightning_hybridop.schedules.dependencies import PERTURBED_AHEAD
 from lightning_hybridop.schedules.timeline import TimedAction
@@ -20,6 +20,12 @@ from lightning_hybridop.schedules.timeline import TimedAction
 # How many receives are announced ahead of the one that is waited for: enough for a transfer to run beside the
 # computation, few enough to bound the buffers of a stage that lags behind.
 RECEIVES_AHEAD = 4
+
+WIRES: Mapping[WireName, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+}
 
 
 class Engine:
@@ -101,7 +107,7 @@ class Engine:
                     self.pace.hold(action, started)
                 self._record(action, started, outcome.timeline)
                 if outgoing is not None:
-                    self._send(action, outgoing)
+                    self.send(action, outgoing)
         for channel in self.channels.values():
             channel.flush()
         if self.pace is not None:
@@ -157,7 +163,7 @@ class Engine:
                 assert incoming is not None
                 ended_BTD.append(self.model.through_blocks(run, incoming))
             else:
-                self._send(action, self.model.hidden(run, incoming))
+                self.send(action, self.model.hidden(run, incoming))
         if self.is_last:
             with self.model.behind_blocks():
                 output = self.model.output(whole_step, torch.cat(ended_BTD))
@@ -189,19 +195,49 @@ class Engine:
         for action in actions[position : position + 1 + RECEIVES_AHEAD]:
             source = self._source(action)
             if source is not None and not self.channels[source].is_posted(action):
-                backward = action.kind is Kind.BACKWARD
-                dtype = self._gradient_dtype(self.stage) if backward else self.boundary_dtypes[source]
                 rows, length = token_shapes[action.micro_batch]
-                shape = (rows * action.count, length, self.width)
-                self.channels[source].post(action, shape, dtype)
+                self.post(action, (rows * action.count, length, self.width))
         source = self._source(actions[position])
-        return None if source is None else self.channels[source].receive(actions[position]).to(self.device)
+        return None if source is None else self.receive(actions[position])
 
-    def _send(self, action: Action, tensor: Tensor) -> None:
+    def post(self, action: Action, shape: tuple[int, ...]) -> None:
+        """Announce that the hidden state or gradient of `action` will be received."""
         if action.kind is Kind.BACKWARD:
-            self.channels[self.stage - 1].send(tensor, action, self._gradient_dtype(self.stage - 1))
+            self.channels[self.stage + 1].post(action, shape, self._gradient_form(self.stage))
         else:
-            self.channels[self.stage + 1].send(tensor, action, self.boundary_dtypes[self.stage])
+            self.channels[self.stage - 1].post(action, shape, self._hidden_form(self.stage - 1))
+
+    def receive(self, action: Action) -> Tensor:
+        """Wait for what was announced, and return it on this stage's device as if it had travelled in its own dtype."""
+        if action.kind is Kind.BACKWARD:
+            return (
+                self.channels[self.stage + 1]
+                .receive(action)
+                .to(self.device, self._gradient_dtype(self.stage))
+            )
+        source = self.stage - 1
+        return self.channels[source].receive(action).to(self.device, self.boundary_dtypes[source])
+
+    def send(self, action: Action, tensor: Tensor) -> None:
+        """Start sending the hidden state or gradient of `action` to the stage that waits for it."""
+        if action.kind is Kind.BACKWARD:
+            self.channels[self.stage - 1].send(tensor, action, self._gradient_form(self.stage - 1))
+        else:
+            self.channels[self.stage + 1].send(tensor, action, self._hidden_form(self.stage))
+
+    @property
+    def sent_bytes(self) -> int:
+        """All that this stage ever sent to its neighbours."""
+        return sum(channel.sent_bytes for channel in self.channels.values())
+
+    def _hidden_form(self, stage: int) -> torch.dtype:
+        """Return the format that hidden states travel in from `stage` to the next one."""
+        wire = self.plan.stages[stage].wire
+        return self.boundary_dtypes[stage] if wire is None else WIRES[wire]
+
+    def _gradient_form(self, stage: int) -> torch.dtype:
+        """Return the format that gradients travel in to `stage` from the next one."""
+        return self._gradient_dtype(stage) if self.plan.stages[stage].wire is None else torch.bfloat16
 
     def _gradient_dtype(self, stage: int) -> torch.dtype:
         """Return what a stage receives gradients in: its own dtype, but for float16, which small gradients fall out of."""

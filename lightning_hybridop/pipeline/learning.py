@@ -31,7 +31,8 @@ class MiniBatchResult:
     """What a rank has after a mini-batch: the full loss, its own gradients by parameter name, and what it measured.
 
     `report` is what the last stage wanted all ranks to know. `estimate` is None without a stage that estimates.
-    `exit_loss` is the mean of the early-exit losses, None without any.
+    `exit_loss` is the mean of the early-exit losses, None without any. `sent_bytes` are what this stage sent to its
+    neighbours.
     """
 
     loss: float
@@ -41,6 +42,7 @@ class MiniBatchResult:
     report: Any
     actions: Sequence[tuple[Action, ...]]
     timeline: tuple[TimedAction, ...]
+    sent_bytes: int
 
 
 def train_mini_batch(
@@ -71,6 +73,7 @@ def train_mini_batch(
         directions=settings.directions,
         distribution=settings.distribution,
     )
+    sent_before = engine.sent_bytes
     outcome = engine.train(
         schedule[engine.stage],
         steps=steps,
@@ -115,6 +118,7 @@ def train_mini_batch(
         report=shared_report,
         actions=schedule,
         timeline=tuple(outcome.timeline),
+        sent_bytes=engine.sent_bytes - sent_before,
     )
 
 

@@ -220,21 +220,15 @@ class ModelCalls:
         language_model = self._language_model
         hidden_BTD = self._model.hidden(lambda: language_model(**inputs), received_BTD)
         self._flush()
-        self._engine.channels[self._engine.stage + 1].send(
-            hidden_BTD, self._next_action(), self._engine.boundary_dtypes[self._engine.stage]
-        )
+        self._engine.send(self._next_action(), hidden_BTD)
         self._calls += 1
 
     def _receive(self, inputs: Mapping[str, Any]) -> Tensor:
-        channel, action = self._engine.channels[self._engine.stage - 1], self._next_action()
-        channel.post(
-            action,
-            (*token_shape(inputs), self._engine.width),
-            self._engine.boundary_dtypes[self._engine.stage - 1],
-        )
+        action = self._next_action()
+        self._engine.post(action, (*token_shape(inputs), self._engine.width))
         if self._engine.is_last:
             self._calls += 1
-        return channel.receive(action).to(self._engine.device)
+        return self._engine.receive(action)
 
     def _next_action(self) -> Action:
         return Action(kind=Kind.FORWARD, micro_batch=self._calls % _QUERY, query=_QUERY)
