@@ -117,6 +117,17 @@ class PacedChannel:
         """Wait for a posted tensor, as `Channel.receive` does."""
         return self._channel.receive(action)
 
+    @property
+    def held(self) -> int:
+        """How many messages wait here or are on the way, as far as is known."""
+        return len(self._underway) + self._channel.held
+
+    def make_room(self, window: int) -> None:
+        """Wait until fewer than `window` messages are on the way, and fewer than `window` delivered ones are not taken."""
+        while len(self._underway) >= window:
+            self._underway.pop(0)[1].result()
+        self._channel.make_room(window)
+
     def wait_until_taken(self, action: Action) -> None:
         """Wait until what was sent for `action` has been delivered and taken."""
         while any(sent == action for sent, _ in self._underway):

@@ -14,12 +14,14 @@ from lightning_hybridop.pipeline.transport import Channel
 from lightning_hybridop.pipeline.work import Perturbation, StageOutcome, Steps, Work
 from lightning_hybridop.planning.plan import Plan, WireName
 from lightning_hybridop.schedules.actions import Action, Kind
-from lightning_hybridop.schedules.dependencies import PERTURBED_AHEAD
+from lightning_hybridop.schedules.flow import (
+    PERTURBED_AHEAD,
+    RECEIVES_AHEAD,
+    SENDS_AHEAD,
+    keeps_few_underway,
+    source_of,
+)
 from lightning_hybridop.schedules.timeline import TimedAction
-
-# How many receives are announced ahead of the one that is waited for: enough for a transfer to run beside the
-# computation, few enough to bound the buffers of a stage that lags behind.
-RECEIVES_AHEAD = 4
 
 WIRES: Mapping[WireName, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -84,21 +86,22 @@ class Engine:
         token_shapes: Sequence[tuple[int, int]],
         weights: Sequence[float],
         perturbation: Perturbation,
+        sends_ahead: int = SENDS_AHEAD,
     ) -> StageOutcome:
         """Execute this stage's actions of one training mini-batch.
 
         `token_shapes` are the micro-batches' (rows, length), `weights` their shares of the loss. Gradients that the
-        parameters held before are left as they were; the new ones are in the outcome.
+        parameters held before are left as they were; the new ones are in the outcome. Of what was sent to a neighbour at
+        most `sends_ahead` messages wait here until it takes them; the schedule must come to its end with so few.
         """
         work = self.work(
             actions, steps=steps, token_shapes=token_shapes, weights=weights, perturbation=perturbation
         )
         outcome = work.outcome
         underway: list[Action] = []
-        bounded = self.plan.estimator == "boundary" and self.stage != self.plan.exit_stage
         with work.own_gradients():
             for position, action in enumerate(actions):
-                if bounded and action.kind is Kind.PERTURBED:
+                if keeps_few_underway(self.plan, self.stage, action):
                     self._keep_few_underway(underway, action)
                 incoming = self._receive(actions, position, token_shapes)
                 started = time.perf_counter()
@@ -107,7 +110,7 @@ class Engine:
                     self.pace.hold(action, started)
                 self._record(action, started, outcome.timeline)
                 if outgoing is not None:
-                    self.send(action, outgoing)
+                    self.send(action, outgoing, ahead=sends_ahead)
         for channel in self.channels.values():
             channel.flush()
         if self.pace is not None:
@@ -180,24 +183,16 @@ class Engine:
             self.channels[self.stage + 1].wait_until_taken(underway.pop(0))
         underway.append(action)
 
-    def _source(self, action: Action) -> int | None:
-        """Return the stage whose tensor an action consumes; None if it needs none."""
-        if action.kind is Kind.BACKWARD:
-            return None if self.is_last else self.stage + 1
-        if self.stage == 0 or (action.kind is Kind.EXIT and action.query is None):
-            return None
-        return self.stage - 1
-
     def _receive(
         self, actions: Sequence[Action], position: int, token_shapes: Sequence[tuple[int, int]]
     ) -> Tensor | None:
         """Announce the next receives, then wait for this action's own."""
         for action in actions[position : position + 1 + RECEIVES_AHEAD]:
-            source = self._source(action)
+            source = source_of(self.plan, self.stage, action)
             if source is not None and not self.channels[source].is_posted(action):
                 rows, length = token_shapes[action.micro_batch]
                 self.post(action, (rows * action.count, length, self.width))
-        source = self._source(actions[position])
+        source = source_of(self.plan, self.stage, actions[position])
         return None if source is None else self.receive(actions[position])
 
     def post(self, action: Action, shape: tuple[int, ...]) -> None:
@@ -218,12 +213,17 @@ class Engine:
         source = self.stage - 1
         return self.channels[source].receive(action).to(self.device, self.boundary_dtypes[source])
 
-    def send(self, action: Action, tensor: Tensor) -> None:
-        """Start sending the hidden state or gradient of `action` to the stage that waits for it."""
-        if action.kind is Kind.BACKWARD:
-            self.channels[self.stage - 1].send(tensor, action, self._gradient_form(self.stage - 1))
-        else:
-            self.channels[self.stage + 1].send(tensor, action, self._hidden_form(self.stage))
+    def send(self, action: Action, tensor: Tensor, *, ahead: int = SENDS_AHEAD) -> None:
+        """Start sending the hidden state or gradient of `action` to the stage that waits for it.
+
+        Waits until fewer than `ahead` earlier messages are left that this stage has not taken.
+        """
+        backward = action.kind is Kind.BACKWARD
+        channel = self.channels[self.stage - 1 if backward else self.stage + 1]
+        channel.make_room(ahead)
+        channel.send(
+            tensor, action, self._gradient_form(self.stage - 1) if backward else self._hidden_form(self.stage)
+        )
 
     @property
     def sent_bytes(self) -> int:

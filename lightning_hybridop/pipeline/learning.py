@@ -23,6 +23,7 @@ from lightning_hybridop.pipeline.work import Perturbation, StageOutcome, Steps
 from lightning_hybridop.planning.plan import Plan
 from lightning_hybridop.schedules import build_schedule
 from lightning_hybridop.schedules.actions import Action
+from lightning_hybridop.schedules.flow import sends_ahead
 from lightning_hybridop.schedules.timeline import TimedAction
 
 
@@ -80,6 +81,7 @@ def train_mini_batch(
         token_shapes=token_shapes,
         weights=weights,
         perturbation=perturbation,
+        sends_ahead=sends_ahead(plan),
     )
     message = (_encode(outcome.base), _encode(outcome.perturbed), report() if engine.is_last else None)
     base_list, perturbed_list, shared_report = broadcast_json(message, source=rank_of_stage[-1])

@@ -95,6 +95,21 @@ class Channel:
         posted = self._posted.pop(action)
         return decode(posted.message, posted.shape, posted.form)
 
+    @property
+    def held(self) -> int:
+        """How many messages wait here, as far as is known, because the neighbour has not taken them."""
+        return len(self._sent)
+
+    @property
+    def held_bytes(self) -> int:
+        """The size of these messages."""
+        return sum(message.numel() for _, _, message in self._sent)
+
+    def make_room(self, window: int) -> None:
+        """Wait until fewer than `window` messages wait here, oldest first."""
+        while len(self._sent) >= window:
+            self._await_send(0)
+
     def wait_until_taken(self, action: Action) -> None:
         """Wait until the neighbour has taken what was sent for `action`, whatever it has not taken of before."""
         place = next((i for i, (sent, _, _) in enumerate(self._sent) if sent == action), None)
