@@ -38,6 +38,7 @@ PLAN_OPTIONS = (
     "difference",
     "exit_baseline",
     "wire",
+    "replicas",
 )
 """The options of `strategy` that are part of a plan."""
 

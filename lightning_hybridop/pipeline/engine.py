@@ -149,11 +149,14 @@ class Engine:
         step: Callable[[int], Any],
         whole_step: Callable[[], Any],
         token_shapes: Sequence[tuple[int, int]],
+        join: Callable[[list[Tensor]], list[Tensor] | None] = lambda ended_BTD: ended_BTD,
     ) -> Any:
         """Execute a forward-only schedule; the last stage returns what `whole_step` does, the others None.
 
         `step` runs the user's step on one micro-batch and `whole_step` on the mini-batch. Only the latter runs to its
-        end, once and on the last stage, so that whatever the step does behind the model is done as in one process.
+        end, once and on the last stage, so that whatever the step does behind the model is done as in one process. `join`
+        makes the hidden states of the whole mini-batch from those of `actions`; where it returns None another replica's
+        last stage goes on with them.
         """
         output: Any = None
         if self.is_last and self.stage == 0:
@@ -167,9 +170,12 @@ class Engine:
                 ended_BTD.append(self.model.through_blocks(run, incoming))
             else:
                 self.send(action, self.model.hidden(run, incoming))
-        if self.is_last:
+        joined_BTD = join(ended_BTD) if self.is_last else None
+        if joined_BTD is not None:
             with self.model.behind_blocks():
-                output = self.model.output(whole_step, torch.cat(ended_BTD))
+                output = self.model.output(
+                    whole_step, torch.cat([part.to(self.device) for part in joined_BTD])
+                )
         for channel in self.channels.values():
             channel.flush()
         return output

@@ -24,9 +24,10 @@ class MiniBatchTimes:
         """Note one mini-batch's actions on this stage, and the bytes that it sent to its neighbours."""
         self._sent_bytes += sent_bytes
         busy = sum(timed.end - timed.start for timed in timeline)
+        # A replica may have had nothing to do.
         self._numbers += [
-            min(timed.start for timed in timeline),
-            max(timed.end for timed in timeline),
+            min((timed.start for timed in timeline), default=0.0),
+            max((timed.end for timed in timeline), default=0.0),
             busy,
         ]
 

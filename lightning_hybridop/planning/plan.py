@@ -94,7 +94,8 @@ class Plan:
     differences of the "loss", which need every perturbed forward to run to the end; at the "boundary", from what the
     first bp stage sends back, where perturbed forwards end at the last zo stage and `queries_per_forward` of them may
     ride together; or from exact "adjoint" gradients, for which they go back as bp stages do and nothing is perturbed. An
-    "antithetic" `difference` walks a query's direction backwards in the next query. What was `predicted` and `measured` of a plan
+    "antithetic" `difference` walks a query's direction backwards in the next query. So many `replicas` of the pipeline run
+    side by side, each with `micro_batches` of a mini-batch. What was `predicted` and `measured` of a plan
     is part of its file, not of what it is: plans that differ in nothing else are equal.
 
     Raises:
@@ -111,6 +112,7 @@ class Plan:
     schedule: ScheduleName = "hybridop"
     difference: Difference = "forward"
     exit_baseline: ExitBaseline = "exit"
+    replicas: int = 1
     predicted: Figures | None = field(default=None, compare=False)
     measured: Figures | None = field(default=None, compare=False)
 
@@ -119,6 +121,7 @@ class Plan:
         check_whole("micro_batches", self.micro_batches, 1, MOST_PASSES, error=PlanError)
         check_whole("queries", self.queries, 0, MOST_PASSES, error=PlanError)
         check_whole("exit_queries", self.exit_queries, 0, MOST_PASSES, error=PlanError)
+        check_whole("replicas", self.replicas, 1, MOST_PASSES, error=PlanError)
         check_whole("queries_per_forward", self.queries_per_forward, 1, MOST_PASSES, error=PlanError)
         _check_choice("estimator", self.estimator, get_args(Estimator))
         _check_choice("schedule", self.schedule, get_args(ScheduleName))
@@ -161,6 +164,11 @@ class Plan:
     def bp_stages(self) -> tuple[int, ...]:
         """Indices of the stages that back-propagate."""
         return tuple(index for index, stage in enumerate(self.stages) if stage.role == "bp")
+
+    @property
+    def processes(self) -> int:
+        """How many processes run the plan: one for each stage of each replica."""
+        return len(self.stages) * self.replicas
 
     @property
     def wire(self) -> WireName | None:
