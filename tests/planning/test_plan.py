@@ -210,6 +210,7 @@ def test_even_plan_refuses(arguments: dict[str, Any], message: str) -> None:
             {"stages": (Stage(first=0, last=PLAN.blocks, wire="int8"),), "exit_queries": 0},
             "stages[0].wire: found int8 on the last stage, which sends no hidden states;",
         ),
+        ({"replicas": 0}, "replicas: found 0, expected a whole number of at least 1."),
         ({"estimator": "spsa"}, "estimator: found 'spsa', expected one of loss, boundary, adjoint."),
         ({"queries_per_forward": 0}, "queries_per_forward: found 0, expected a whole number of at least 1."),
         (
@@ -312,6 +313,7 @@ def test_a_saved_plan_is_one_that_a_person_can_read(tmp_path: Path) -> None:
         "schedule: 1f1b",
         "difference: forward",
         "exit_baseline: exit",
+        "replicas: 1",
         "stages:",
         "- {first: 0, last: 2, role: zo, name: board-0, device: 'npu:0', dtype: float16, speed: 0.5}",
         "- {first: 2, last: 3, role: frozen}",
