@@ -39,3 +39,12 @@ def test_a_plan_must_be_for_this_model_and_these_processes() -> None:
         check_given_plan(even_plan(blocks=7, stages=2), ANATOMY, ranks=2)
     with pytest.raises(CutError, match="2 stages, but 3 processes"):
         check_given_plan(even_plan(blocks=6, stages=2), ANATOMY, ranks=3)
+
+
+def test_replicas_need_as_many_times_the_processes() -> None:
+    plan = even_plan(blocks=6, stages=2, replicas=3)
+
+    assert plan.processes == 6
+    check_given_plan(plan, ANATOMY, ranks=6)
+    with pytest.raises(CutError, match="2 stages and 3 replicas, but 4 processes run; start one process per"):
+        check_given_plan(plan, ANATOMY, ranks=4)
