@@ -17,6 +17,7 @@ from lightning_hybridop.pipeline.executors import install_for
 from lightning_hybridop.pipeline.grouping import Grouping, common_grouping, grouping_of
 from lightning_hybridop.pipeline.model_calls import ModelCalls
 from lightning_hybridop.pipeline.ownership import block_dtype, frozen_dtype, owned_parameters
+from lightning_hybridop.pipeline.replicas import Replicas
 from lightning_hybridop.pipeline.stage import StageModel
 from lightning_hybridop.pipeline.transport import Channel
 from lightning_hybridop.pipeline.weights import check_materialised, materialise
@@ -43,7 +44,7 @@ def assemble(
     anatomy: Anatomy,
     *,
     plan: Plan,
-    rank_of_stage: list[int],
+    replicas: Replicas,
     device: torch.device,
     autocast: torch.dtype | None,
     perturbable: set[str] | None,
@@ -57,7 +58,7 @@ def assemble(
         module: what the user's step runs through.
         anatomy: from `read_anatomy(module)`.
         plan: of the whole pipeline.
-        rank_of_stage: the rank of each stage.
+        replicas: the ranks of all stages.
         device: where this stage computes.
         autocast: the dtype of mixed precision, None without it.
         perturbable: names of the parameters that zo stages may perturb, None for all.
@@ -68,6 +69,7 @@ def assemble(
     Raises:
         CutError: the plan asks for an early exit around something that is trained.
     """
+    rank_of_stage = replicas.own
     stage = rank_of_stage.index(_rank())
     owned = owned_parameters(module, anatomy, tuple(part.last for part in plan.stages))
     _check_exit(plan, anatomy, owned[-1])
@@ -108,7 +110,8 @@ def assemble(
     calls = ModelCalls(
         engine,
         language_model=find_language_model(module, anatomy.blocks_name),
-        last_rank=rank_of_stage[-1],
+        last_rank=replicas.first[-1],
+        listens=replicas.index > 0,
     )
     arithmetic = tuple(
         _arithmetic(part, dtype, autocast) for part, dtype in zip(plan.stages, dtypes, strict=True)
@@ -142,8 +145,9 @@ def stage_model(module: nn.Module, anatomy: Anatomy, *, plan: Plan, stage: int) 
 
 def gather_in_order(value: Any, rank_of_stage: list[int]) -> list[Any]:
     """Return every stage's `value`, on every rank. Collective."""
-    gathered: list[Any] = [value] * len(rank_of_stage)
-    if len(rank_of_stage) > 1:
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    gathered: list[Any] = [value] * ranks
+    if ranks > 1:
         dist.all_gather_object(gathered, value)
     return [gathered[rank] for rank in rank_of_stage]
 

@@ -40,6 +40,8 @@ PLAN_OPTIONS = (
     "queries_per_forward",
     "difference",
     "exit_baseline",
+    "wire",
+    "replicas",
 )
 """The options of `strategy` that are part of a plan."""
 
@@ -143,7 +145,7 @@ def _planned(config: DictConfig) -> Plan:
             f"{config.model.name} has {blocks} blocks, but the workload {prediction.workload.architecture.name} that the "
             f"cluster was planned for has {prediction.plan.blocks}; choose a workload and a model of as many blocks."
         )
-    planned = ("micro_batches", "queries", "exit_queries", "estimator")
+    planned = ("micro_batches", "queries", "exit_queries", "estimator", "wire")
     options = {name: strategy[name] for name in PLAN_OPTIONS if name not in planned}
     plan = dataclasses.replace(
         prediction.plan,

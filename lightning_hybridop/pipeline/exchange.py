@@ -49,12 +49,12 @@ def gather_json(value: Any) -> list[Any]:
 
 
 def gather_numbers(numbers: Sequence[float], ranks: Sequence[int]) -> list[list[float]]:
-    """Return the numbers of each rank in `ranks`, which must be all ranks in some order; lists may differ in length."""
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in ranks]
+    """Return the numbers of each rank in `ranks`, in that order; lists may differ in length. Collective over all ranks."""
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(lengths, torch.tensor([len(numbers)]))
     mine = torch.zeros(int(max(lengths)), dtype=torch.float64)
     mine[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
-    gathered = [torch.empty_like(mine) for _ in ranks]
+    gathered = [torch.empty_like(mine) for _ in lengths]
     dist.all_gather(gathered, mine)
     return [gathered[rank][: int(lengths[rank])].tolist() for rank in ranks]
 

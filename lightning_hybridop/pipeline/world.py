@@ -386,7 +386,7 @@ def speak_once(rank: int, host: str, *, speaks_for_host: bool) -> None:
         if first is None or first.rank == rank:
             previous(kind, error, trace)  # type: ignore[arg-type]  # a traceback, whose type typeshed calls otherwise
         elif first.host != host and speaks_for_host and not first.silent:  # else it has been said
-            print(*(told_of_lost(error) or [first]), sep="\n", file=sys.stderr)
+            print(*(told_of_lost(error) or [str(first)]), sep="\n", file=sys.stderr)
 
     hook.speaks_once = True  # type: ignore[attr-defined]
     sys.excepthook = hook
