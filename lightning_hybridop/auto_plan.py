@@ -14,10 +14,11 @@ from peft import LoraConfig, PeftModel
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lightning_hybridop.devices.cache import load_measured, save_measured
-from lightning_hybridop.devices.host import available_memory
+from lightning_hybridop.devices.host import available_memory, device_count
 from lightning_hybridop.devices.measure import Measured, measure, measured_profile, measured_setting
 from lightning_hybridop.pipeline.anatomy import Anatomy, CutError
 from lightning_hybridop.pipeline.exchange import broadcast_json, gather_json
+from lightning_hybridop.pipeline.interface import host_name, hosts_to_name
 from lightning_hybridop.pipeline.links import MeasuredLink, measure_links
 from lightning_hybridop.pipeline.ownership import block_dtype
 from lightning_hybridop.planning.cluster import BYTES_PER_GB, Cluster, Device, profile_from_dict
@@ -58,8 +59,7 @@ def place_by_measuring(
     dtype = block_dtype(module.get_submodule(f"{anatomy.blocks_name}.0"))
     micro_batches = options["micro_batches"]
     # Processes of one host share its devices and their memory.
-    devices_here = 1 if device.type == "cpu" else torch.accelerator.device_count()
-    memory = available_memory(device) / math.ceil(processes_here / max(1, devices_here))
+    memory = available_memory(device) / math.ceil(processes_here / max(1, device_count(device)))
     # As many at a time as the host can run beside each other: more would only wait for a core, which in a pipeline,
     # where most stages are idle at any time, they do not.
     beside = processes_here
@@ -103,9 +103,10 @@ def place_by_measuring(
     values = broadcast_json(planned, source=0)
     ranks = [int(name.split()[-1]) for name in values.pop("devices")]
     devices = gather_json(str(device))
+    hosts = hosts_to_name(gather_json(host_name()))
     plan = plan_from_dict(values)
     stages = tuple(
-        dataclasses.replace(stage, device=devices[rank])
+        dataclasses.replace(stage, device=devices[rank], host=hosts[rank])
         for stage, rank in zip(plan.stages, ranks, strict=True)
     )
     return dataclasses.replace(plan, stages=stages), ranks

@@ -1,6 +1,7 @@
 """Checkpoints of plain containers, in files that appear whole or not at all."""
 
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,66 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+_FOLDER = 0x10
+"""The attribute of a part that says it is a folder."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint file that cannot be trusted; the message names it and what to do."""
+
+
+def check_whole(path: str | Path) -> None:
+    """Check that a checkpoint file is all there and as it was written; nothing in it is unpickled.
+
+    Every member of the file has a checksum. They tell damage: someone who may write the file can make new ones.
+
+    Raises:
+        CheckpointError: the file is missing, cut short, changed, or no checkpoint at all.
+    """
+    path = Path(path)
+    found = _damage(path)
+    if found is not None:
+        raise CheckpointError(
+            f"{path} is not a whole checkpoint ({found}); go on from an earlier one, or start without it."
+        )
+
+
+def _damage(path: Path) -> str | None:
+    if not path.is_file():  # opening a pipe would wait for a writer
+        return "it is no file" if path.exists() else "there is no such file"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+            # torch.save compresses nothing: what would unfold to more than the file holds comes from somewhere else.
+            if (
+                any(
+                    member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size
+                    for member in members
+                )
+                or sum(member.file_size for member in members) > path.stat().st_size
+            ):
+                return "its parts are larger than the file"
+            # torch would read nothing from it and hand out whatever lay in memory.
+            if any(member.external_attr & _FOLDER for member in members):
+                return "one of its parts says that it is a folder"
+            if len({member.filename for member in members}) < len(members):
+                return "two of its parts have one name"
+            if not any(member.filename.endswith("/data.pkl") for member in members):
+                return "torch.save did not write it"
+            torn = archive.testzip()
+            if torn is not None:
+                return f"the checksum of its part {torn!r} does not fit"
+        # A private name of torch: its reader is stricter about the list of parts, and unpickles nothing here.
+        torch._C.PyTorchFileReader(str(path))
+        return None
+    except PermissionError as error:
+        return error.strerror or "it cannot be read"
+    except zipfile.BadZipFile as error:
+        return " ".join(str(error).split())
+    except Exception:  # a damaged list leads wherever its fields happen to point
+        return "its list of parts is damaged"
 
 
 class WholeCheckpointIO(TorchCheckpointIO):

@@ -71,12 +71,33 @@ def _export(overrides: Sequence[str], flags: frozenset[str]) -> None:
     export(overrides)
 
 
+def _launch(overrides: Sequence[str], flags: frozenset[str]) -> None:
+    from lightning_hybridop.commands.hosts import launch
+
+    launch(overrides)
+
+
+def _doctor(overrides: Sequence[str], flags: frozenset[str]) -> None:
+    from lightning_hybridop.commands.doctor import doctor
+
+    doctor(overrides)
+
+
 COMMANDS = {
     "fit": Command(
         purpose="fine-tune a language model over the stages of a plan",
         help=texts.FIT,
         run=_fit,
         flags={"--multirun": "--multirun", "-m": "--multirun"},
+    ),
+    "launch": Command(
+        purpose="start a run on several hosts, or print how to", help=texts.LAUNCH, run=_launch, flags={}
+    ),
+    "doctor": Command(
+        purpose="say whether a run would start, and what is missing",
+        help=texts.DOCTOR,
+        run=_doctor,
+        flags={},
     ),
     "plan": Command(
         purpose="lay a model over the devices of a cluster", help=texts.PLAN, run=_plan, flags={}

@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_hybridop.accelerators import default_role
 from lightning_hybridop.pipeline.anatomy import Anatomy, CutError
+from lightning_hybridop.pipeline.interface import hosts_to_name
 from lightning_hybridop.planning.plan import Plan, even_plan, named_blocks
 
 
@@ -35,12 +36,44 @@ def check_process_count(plan: Plan, *, ranks: int) -> None:
         )
 
 
+def ranks_on_hosts(wanted: Sequence[str | None], hosts: Sequence[str]) -> list[int]:
+    """Return the rank of each stage, given the host that each stage is for (None: any) and the host of each rank.
+
+    Stages of one host go to its ranks in order, those for any host to the ranks left.
+
+    Raises:
+        CutError: a host is missing or runs too few processes; names the hosts that came.
+    """
+    free = list(range(len(hosts)))
+    ranks: list[int | None] = []
+    for host in wanted:
+        rank = None if host is None else next((rank for rank in free if hosts[rank] == host), None)
+        if rank is not None:
+            free.remove(rank)
+        elif host is not None:
+            stages = [str(stage) for stage, other in enumerate(wanted) if other == host]
+            came = ", ".join(f"{name} ({hosts.count(name)})" for name in dict.fromkeys(hosts))
+            raise CutError(
+                f"{'Stage' if len(stages) == 1 else 'Stages'} {', '.join(stages)} of the plan {'is' if len(stages) == 1 else 'are'} "
+                f"for the host {host}, where {hosts.count(host) or 'no'} process{'' if hosts.count(host) == 1 else 'es'} of this "
+                f"run came up (hosts and their processes: {came}); start one there for each (HYBRIDOP_HOST says what a host is "
+                "called), or change `host` in the plan."
+            )
+        ranks.append(rank)
+    return [free.pop(0) if rank is None else rank for rank in ranks]
+
+
 def place_evenly(
-    anatomy: Anatomy, *, devices: Sequence[str], zo_stages: int | None, options: Mapping[str, Any]
+    anatomy: Anatomy,
+    *,
+    devices: Sequence[str],
+    hosts: Sequence[str],
+    zo_stages: int | None,
+    options: Mapping[str, Any],
 ) -> tuple[Plan, list[int]]:
     """Return an even plan with one stage per rank, and the rank of each stage.
 
-    `devices` are the ranks' devices. Without `zo_stages`, forward-only devices stand at the head, whatever their
+    `devices` are the ranks' devices, `hosts` where they are: the plan names those if there are several. Without `zo_stages`, forward-only devices stand at the head, whatever their
     ranks; with it, stages are in the order of ranks. `options` are further fields of the plan.
     """
     ranks = list(range(len(devices)))
@@ -49,5 +82,9 @@ def place_evenly(
         ranks.sort(key=lambda rank: not forward_only[rank])
         zo_stages = sum(forward_only)
     plan = even_plan(blocks=anatomy.blocks, stages=len(devices), zo_stages=zo_stages, **options)
-    stages = [replace(stage, device=devices[rank]) for stage, rank in zip(plan.stages, ranks, strict=True)]
+    named = hosts_to_name(hosts)
+    stages = [
+        replace(stage, device=devices[rank], host=named[rank])
+        for stage, rank in zip(plan.stages, ranks, strict=True)
+    ]
     return replace(plan, stages=tuple(stages)), ranks

@@ -4,14 +4,16 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
+from lightning_hybridop.devices.host import device_name, has_bfloat16, is_forward_only
 from lightning_hybridop.estimation.estimators import Directions
-from lightning_hybridop.planning.plan import Plan
+from lightning_hybridop.planning.plan import Estimator, Plan, Stage
 from lightning_hybridop.trainers import callbacks_of
 
 
@@ -21,6 +23,57 @@ def refuse_scaled_losses(precision: Precision) -> None:
         raise ValueError(
             "precision='16-mixed' needs a loss scaler, which a pipeline with estimated gradients cannot share; "
             "pass precision='bf16-mixed' or '32-true'."
+        )
+
+
+def refuse_backward_on_npus(stage: Stage | None, estimator: Estimator, device: torch.device) -> None:
+    """Raise ValueError for a stage that would back-propagate on a device that only runs forward.
+
+    Without a stage, it is the whole model in one.
+    """
+    if not is_forward_only(device):
+        return
+    if stage is None or stage.role == "bp":
+        which = "The only stage" if stage is None else f"The stage of blocks {stage.block_range}"
+        raise ValueError(
+            f"{which} has the role bp on {device}, but an NPU only runs forward; give it the role zo, or another device."
+        )
+    if stage.role == "zo" and estimator == "adjoint" and stage.executor == "torch":
+        raise ValueError(
+            f"The stage of blocks {stage.block_range} is to take exact adjoints by torch's backward on {device}, but an NPU "
+            "only runs forward; use the estimator boundary or loss, or a runtime as the stage's executor."
+        )
+
+
+def refuse_bfloat16_on_npus(
+    blocks: nn.Module, stage: Stage | None, *, device: torch.device, precision: Precision
+) -> None:
+    """Raise ValueError for a stage that would compute in bfloat16 on a device that does not have it.
+
+    `blocks` holds the stage's own. Without a stage, which is then still to be found, they are those of the model.
+    """
+    if has_bfloat16(device):
+        return
+    which = "The stage" if stage is None else f"The stage of blocks {stage.block_range}"
+    dtype = None if stage is None else stage.dtype
+    found = None
+    if dtype == "bfloat16":
+        found = "has the dtype bfloat16"
+    elif str(precision.precision).startswith("bf16"):
+        found = f"would run with precision={precision.precision!r}"
+    else:
+        # What is trained keeps its dtype, whatever the stage's.
+        held = [
+            name
+            for name, parameter in blocks.named_parameters()
+            if parameter.dtype == torch.bfloat16 and (dtype is None or parameter.requires_grad)
+        ]
+        if held:
+            found = f"holds {held[0]} in bfloat16"
+    if found is not None:
+        raise ValueError(
+            f"{which} {found}, but {device_name(device)} ({device}) has no bfloat16; use float16 or float32 there, as the "
+            "stage's dtype in the plan or when the model is loaded."
         )
 
 

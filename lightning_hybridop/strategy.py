@@ -2,11 +2,11 @@
 
 import atexit
 import os
-import socket
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -20,7 +20,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.types import _PATH, _Stateful
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -28,7 +28,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 from lightning.pytorch.utilities.memory import recursive_detach
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -37,7 +37,9 @@ from lightning_hybridop.accelerators.npu import load_npu
 from lightning_hybridop.assembly import Assembly, assemble, gather_in_order, stage_model
 from lightning_hybridop.auto_plan import place_by_measuring
 from lightning_hybridop.averaging import complete_averages, cut_averages
-from lightning_hybridop.checkpoints import WholeCheckpointIO, with_plain_hyper_parameters
+from lightning_hybridop.checkpoints import WholeCheckpointIO, check_whole, with_plain_hyper_parameters
+from lightning_hybridop.configurations import configuration_facts
+from lightning_hybridop.devices.host import is_forward_only
 from lightning_hybridop.estimation.directions import Distribution
 from lightning_hybridop.estimation.estimators import (
     DEFAULT_EPSILON,
@@ -57,6 +59,7 @@ from lightning_hybridop.loaders import (
 from lightning_hybridop.mirror import AttributeWatch, apply_changes, attributes_kept
 from lightning_hybridop.module import HybridOPMixin
 from lightning_hybridop.pipeline import world
+from lightning_hybridop.pipeline.agreement import check_facts, check_values, model_facts
 from lightning_hybridop.pipeline.anatomy import Anatomy, CutError, read_anatomy
 from lightning_hybridop.pipeline.batches import (
     fingerprint,
@@ -75,9 +78,11 @@ from lightning_hybridop.pipeline.exchange import (
     broadcast_json,
     broadcast_nested,
     check_same_batch,
+    gather_json,
     gather_numbers,
 )
 from lightning_hybridop.pipeline.grouping import copies_that_fit
+from lightning_hybridop.pipeline.interface import host_name
 from lightning_hybridop.pipeline.learning import MiniBatchResult, train_mini_batch
 from lightning_hybridop.pipeline.measured import MiniBatchTimes
 from lightning_hybridop.pipeline.ownership import (
@@ -85,6 +90,7 @@ from lightning_hybridop.pipeline.ownership import (
     forget_absent_parameters,
     frozen_adapters,
     merge_optimizer_state,
+    parameters_kept,
     synchronise,
 )
 from lightning_hybridop.pipeline.packing import can_be_packed
@@ -92,11 +98,18 @@ from lightning_hybridop.pipeline.replicas import Replicas, joined_on_first, renu
 from lightning_hybridop.pipeline.stand_ins import StandIn
 from lightning_hybridop.pipeline.weights import lacks_values, materialise
 from lightning_hybridop.pipeline.work import Steps
-from lightning_hybridop.placement import check_given_plan, check_process_count, place_evenly
+from lightning_hybridop.placement import (
+    check_given_plan,
+    check_process_count,
+    place_evenly,
+    ranks_on_hosts,
+)
 from lightning_hybridop.planning.plan import Estimator, Plan, Role, WireName, even_plan, load_plan, save_plan
 from lightning_hybridop.refusals import (
     refuse_adapters_across_stages,
     refuse_averages_on_runtimes,
+    refuse_backward_on_npus,
+    refuse_bfloat16_on_npus,
     refuse_compiled_modules,
     refuse_contradictions,
     refuse_lone_pipelines,
@@ -177,7 +190,9 @@ class HybridOPStrategy(ParallelStrategy):
         perturbation_memory: MiB that one such forward may take; fewer queries ride where they would take more.
         zo_lr_scale: factor on the learning rate of zo stages.
         seed: of directions, dropout and samplers; default: that of `seed_everything`, else 0.
-        timeout: seconds after which a silent neighbour ends the run.
+        timeout: seconds that a message of another stage may take before the run ends.
+        heartbeat: seconds without a sign of life after which a process counts as lost and the run ends.
+        interface: the network interface that connects this host with the others; default: the one on the route to them.
         blocks: name of the model's list of transformer blocks, if it is not its longest `nn.ModuleList`.
         mini_batch: rows, and tokens of each, that `plan="auto"` plans for.
         emulation: times that the stages of a given plan keep to, in the place of other devices.
@@ -186,7 +201,7 @@ class HybridOPStrategy(ParallelStrategy):
 
     Raises:
         PlanError: the plan or an option is not valid.
-        ValueError: `epsilon` or `timeout` is not positive.
+        ValueError: `epsilon`, `timeout` or `heartbeat` is not positive.
     """
 
     def __init__(
@@ -213,6 +228,8 @@ class HybridOPStrategy(ParallelStrategy):
         zo_lr_scale: float = 1.0,
         seed: int | None = None,
         timeout: float = 60.0,
+        heartbeat: float = 15.0,
+        interface: str | None = None,
         blocks: str | None = None,
         mini_batch: tuple[int, int] = (8, 128),
         emulation: Emulation | None = None,
@@ -223,6 +240,7 @@ class HybridOPStrategy(ParallelStrategy):
         for name, value in (
             ("epsilon", epsilon),
             ("timeout", timeout),
+            ("heartbeat", heartbeat),
             ("zo_lr_scale", zo_lr_scale),
             ("perturbation_memory", perturbation_memory),
         ):
@@ -282,6 +300,8 @@ class HybridOPStrategy(ParallelStrategy):
         self._zo_lr_scale = zo_lr_scale
         self._seed = seed
         self._timeout = timedelta(seconds=timeout)
+        self._heartbeat = heartbeat
+        self._interface = interface
         self._blocks = blocks
         self._emulation = emulation
         self._data = data
@@ -344,8 +364,8 @@ class HybridOPStrategy(ParallelStrategy):
     @property
     def compute_device(self) -> torch.device:
         """The device that this rank's stage computes on."""
-        if self._given_plan is not None and self.global_rank < self._given_plan.processes:
-            name = self._given_plan.stages[self.global_rank % len(self._given_plan.stages)].device
+        if self._given_plan is not None:
+            name = self._given_plan.stages[self.stage_index].device
             if name.startswith("npu"):
                 load_npu()  # torch does not know the device type before
             return torch.device(name)
@@ -367,6 +387,8 @@ class HybridOPStrategy(ParallelStrategy):
     def num_processes(self) -> int:
         """Number of this host's processes: one per stage that the plan puts here."""
         stages = len(self._given_plan.stages) if self._given_plan is not None else self._stages
+        if isinstance(self.cluster_environment, TorchElasticEnvironment) and "LOCAL_WORLD_SIZE" in os.environ:
+            return int(os.environ["LOCAL_WORLD_SIZE"])  # may be another number on each host
         if stages is not None:
             return max(1, stages * self._replica_count // self._num_nodes)
         return len(self.parallel_devices or [None])
@@ -410,24 +432,26 @@ class HybridOPStrategy(ParallelStrategy):
         assert self.accelerator is not None and self.cluster_environment is not None
         self.set_world_ranks()
         self._running_exit_loss = None  # a checkpoint may have one
-        self.accelerator.setup_device(self.compute_device)
         if not self.pipelined:
+            self.accelerator.setup_device(self.compute_device)
             return
         # Before the interpreter takes itself apart: Gloo's threads end the process with an abort if they outlive it.
         atexit.register(world.leave)
         os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
         os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
-        try:
-            self._world = world.enter(rank=self.global_rank, size=self.world_size, timeout=self._timeout)
-            self._has_met_again = False
-        except RuntimeError as error:
-            if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-                raise RuntimeError(
-                    f"Port {self.cluster_environment.main_port} on {self.cluster_environment.main_address} is in use; "
-                    "set MASTER_PORT to a free port, or leave it unset."
-                ) from error
-            raise
-        world.speak_once(self.global_rank, socket.gethostname(), speaks_for_host=self.local_rank == 0)
+        self._world = world.enter(
+            rank=self.global_rank,
+            size=self.world_size,
+            timeout=self._timeout,
+            patience=self._heartbeat,
+            interface=self._interface,
+        )
+        self._has_met_again = False
+        world.speak_once(self.global_rank, host_name(), speaks_for_host=self.local_rank == 0)
+        if self.world_size > 1:
+            check_facts(self._configuration_facts(), "configuration")
+        self._find_stage()
+        self.accelerator.setup_device(self.compute_device)
 
     # Failures: one process tells the others, and all of them end.
 
@@ -437,16 +461,23 @@ class HybridOPStrategy(ParallelStrategy):
         super().on_exception(exception)
         if not self.pipelined:
             return
+        processes: list[subprocess.Popen[bytes]] = []
+        if isinstance(self._launcher, _SubprocessScriptLauncher):
+            # Lightning's observer of these would end this process before its error has been printed.
+            processes = list(self._launcher.procs)
+            self._launcher.procs.clear()
         if self._world is not None:
-            self._world.tell(exception, stage=self._stage_in_words)
+            self.first_failure(exception)
             self._abandon_messages()
             world.part(exception)
             self._has_met_again = False
-        if isinstance(self._launcher, _SubprocessScriptLauncher):
-            processes = list(self._launcher.procs)
-            # Lightning's observer of these would end this process before its error has been printed.
-            self._launcher.procs.clear()
-            world.end_processes(processes, patience=SECONDS_TO_END)
+        world.end_processes(processes, patience=SECONDS_TO_END)
+
+    def first_failure(self, exception: BaseException) -> world.Failure | None:
+        """Return which process's failure led to this one's, having told the others of it; None in a run without peers."""
+        if self._world is not None:
+            self._world.tell(exception, stage=self._stage_in_words)
+        return world.first_failure(exception)
 
     def _meet_after_failure(self) -> None:
         """In a run that has failed, connect all processes anew, so that callbacks can still save what all hold."""
@@ -476,12 +507,55 @@ class HybridOPStrategy(ParallelStrategy):
 
     # Setup: plan, cut, engine.
 
+    def _find_stage(self) -> None:
+        """Decide which rank is which stage of a given plan: one on the stage's host. Collective."""
+        if self._given_plan is None:
+            return
+        check_process_count(self._given_plan, ranks=self.world_size)
+        stages = len(self._given_plan.stages)
+        wanted = [stage.host for stage in self._given_plan.stages] * self._given_plan.replicas
+        ranks = ranks_on_hosts(wanted, self._hosts())
+        replicas = tuple(tuple(ranks[i : i + stages]) for i in range(0, len(ranks), stages))
+        own = next(index for index, those in enumerate(replicas) if self.global_rank in those)
+        self._replicas = Replicas(ranks=replicas, index=own)
+        self._rank_of_stage = self._replicas.own
+
+    def _hosts(self) -> list[str]:
+        """Return the names of all ranks' hosts. Collective."""
+        return gather_json(host_name()) if self.world_size > 1 else [host_name()]
+
+    def _configuration_facts(self) -> dict[str, str]:
+        """Return what of the options must be the same on every rank."""
+        module = self.lightning_module
+        assert module is not None
+        options: dict[str, Any] = {
+            **self._plan_options,
+            "stages": self._stages,
+            "zo_stages": self._zo_stages,
+            "plan": "auto" if self._plans_itself else None,
+            "epsilon": self._epsilon,
+            "directions": self._directions,
+            "distribution": self._distribution,
+            "shrinkage": self._shrinkage,
+            "perturbation_memory": self._perturbation_memory,
+            "zo_lr_scale": self._zo_lr_scale,
+            "seed": self.seed,
+            "blocks": self._blocks,
+            "mini_batch": self._mini_batch,
+            "emulation": self._emulation,
+            "data": self._data,
+        }
+        return configuration_facts(plan=self._given_plan, options=options, module=module)
+
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         if self._given_plan is not None:
             check_process_count(self._given_plan, ranks=self.world_size)
         if not self.pipelined:
+            if is_forward_only(self.compute_device):  # what is not pipelined back-propagates
+                stage = None if self._given_plan is None else self._given_plan.stages[0]
+                refuse_backward_on_npus(stage, "loss", self.compute_device)
             materialise(self.lightning_module.parameters())
             super().setup(trainer)
             return
@@ -520,13 +594,18 @@ class HybridOPStrategy(ParallelStrategy):
             raise CutError(
                 "This module has been cut by another HybridOPStrategy; build a new module for a new Trainer."
             )
+        if self.world_size > 1:
+            check_facts(model_facts(module), "model")
+            check_values(module)
         anatomy = read_anatomy(module, blocks_name=self._blocks)
         self._plan = self._place(anatomy)
-        # Placed were the stages of the first replica.
-        self._replicas = side_by_side(
-            self._rank_of_stage, replicas=self._replica_count, rank=self.global_rank
-        )
-        self._rank_of_stage = self._replicas.own
+        if self._given_plan is None:
+            # Placed were the stages of the first replica.
+            self._replicas = side_by_side(
+                self._rank_of_stage, replicas=self._replica_count, rank=self.global_rank
+            )
+            self._rank_of_stage = self._replicas.own
+        self._refuse_what_the_device_lacks(module, anatomy)
         self._assembly = assemble(
             module,
             anatomy,
@@ -540,11 +619,23 @@ class HybridOPStrategy(ParallelStrategy):
             notice=rank_zero_warn,
         )
         self._plan = self._assembly.engine.plan
+        assert self._world is not None
+        self._world.introduce(self._stage_in_words)
         refusal = self._assembly.grouping.refusal
         self._directions_in_use = self._directions
         if self._directions == "row" and self._plan.estimator == "boundary" and refusal is not None:
             self._directions_in_use = "microbatch"
             rank_zero_warn(f"{refusal} Each micro-batch has its own directions instead.")
+
+    def _refuse_what_the_device_lacks(self, module: LightningModule, anatomy: Anatomy) -> None:
+        """Refuse what this rank's device cannot compute; before there is a plan, what it could not in any stage."""
+        stage = None if self._plan is None else self._plan.stages[self.stage_index]
+        blocks = module.get_submodule(anatomy.blocks_name)
+        if stage is not None:
+            assert self._plan is not None
+            refuse_backward_on_npus(stage, self._plan.estimator, self.compute_device)
+            blocks = nn.ModuleList(list(blocks.children())[stage.first : stage.last])
+        refuse_bfloat16_on_npus(blocks, stage, device=self.compute_device, precision=self.precision_plugin)
 
     def _place(self, anatomy: Anatomy) -> Plan:
         """Return the plan, having decided which rank is which stage."""
@@ -553,20 +644,25 @@ class HybridOPStrategy(ParallelStrategy):
                 f"{self.world_size} processes run, which do not make {self._replica_count} replicas of one pipeline; start "
                 "as many for each."
             )
-        self._rank_of_stage = list(range(self.world_size // self._replica_count))
         if self._given_plan is not None:
             check_given_plan(self._given_plan, anatomy, ranks=self.world_size)
             return self._given_plan
+        self._rank_of_stage = list(range(self.world_size // self._replica_count))
         if self._plans_itself and self.world_size > 1:
             return self._place_by_measuring(anatomy)
         devices: list[str] = gather_in_order(str(self.compute_device), self._rank_of_stage)
         plan, self._rank_of_stage = place_evenly(
-            anatomy, devices=devices, zo_stages=self._zo_stages, options=self._plan_options
+            anatomy,
+            devices=devices,
+            hosts=self._hosts()[: len(devices)],
+            zo_stages=self._zo_stages,
+            options=self._plan_options,
         )
         return plan
 
     def _place_by_measuring(self, anatomy: Anatomy) -> Plan:
         assert self.lightning_module is not None
+        self._refuse_what_the_device_lacks(self.lightning_module, anatomy)
         forward_only = default_role(str(self.compute_device)) == "zo"
         if self._zo_stages is not None:
             forward_only = self.global_rank < self._zo_stages
@@ -652,7 +748,8 @@ class HybridOPStrategy(ParallelStrategy):
     @override
     def model_to_device(self) -> None:
         assert self.model is not None
-        self.model.to(self.compute_device)
+        with parameters_kept() if self.compute_device.type == "npu" else nullcontext():
+            self.model.to(self.compute_device)
 
     @property
     def _is_last_stage(self) -> bool:
@@ -1029,14 +1126,29 @@ class HybridOPStrategy(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        # Edge hosts share no disk: rank 0 reads the file for all.
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only) if self.is_global_zero else None
-        loaded: dict[str, Any] = self.broadcast(checkpoint)
+        # Edge hosts share no disk: the first rank that has the file reads it for all. Nothing in it may run code, unless
+        # the user says so.
+        reader = self._first_with(checkpoint_path)
+        checkpoint = None
+        if self.global_rank == reader:
+            if Path(checkpoint_path).is_file():
+                check_whole(checkpoint_path)
+            checkpoint = super().load_checkpoint(
+                checkpoint_path, True if weights_only is None else weights_only
+            )
+        loaded: dict[str, Any] = self.broadcast(checkpoint, src=reader)
         self._running_exit_loss = loaded.get(RUNNING_EXIT_LOSS)
         module = self._lightning_module
         if module is not None and module._trainer is not None:
             complete_averages(loaded, module, module.trainer)
         return loaded
+
+    def _first_with(self, path: _PATH) -> int:
+        """Return the first rank that has a file, rank 0 if none does (it may be somewhere else than on a disk)."""
+        if self.world_size == 1:
+            return 0
+        have_it: list[bool] = gather_in_order(Path(path).is_file(), list(range(self.world_size)))
+        return have_it.index(True) if any(have_it) else 0
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -1097,7 +1209,8 @@ class HybridOPStrategy(ParallelStrategy):
             self._lightning_module = (
                 None  # it cannot be moved to the CPU, and why it was refused must be seen
             )
-        super().teardown()
+        with parameters_kept() if self.compute_device.type == "npu" else nullcontext():
+            super().teardown()
 
     # Collectives over the world.
 

@@ -8,6 +8,7 @@ import json
 import logging
 import time
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 
 import lightning as L
@@ -16,10 +17,11 @@ from lightning.pytorch.loggers import CSVLogger
 from omegaconf import DictConfig
 from rich.console import Console
 
-from lightning_hybridop.callbacks import ComuTi, PeakMemory
+from lightning_hybridop.callbacks import ComuTi, Energy, PeakMemory, Recovery
 from lightning_hybridop.commands.parts import factory, run_module, run_plan, run_strategy
+from lightning_hybridop.commands.resuming import AUTO, METRICS, join_metrics, set_metrics_aside
 from lightning_hybridop.planning.plan import save_plan
-from lightning_hybridop.reporting import Change, run_summary
+from lightning_hybridop.reporting import Change, lost_time_table, run_summary
 
 AVERAGED_STEPS = 5
 
@@ -41,30 +43,36 @@ def fit(config: DictConfig, folder: Path) -> None:
 
     # The parts, each named by the configuration.
     plan = run_plan(config)
+    planned = time.perf_counter() - started
     strategy = run_strategy(config, plan)
     data = factory(config.data)()
     module = run_module(config, plan)
     comu_ti = ComuTi()
     memory = PeakMemory()
+    recovery = Recovery(folder, planning=planned)
     chosen = [factory(callback)() for callback in config.callbacks.values() if callback is not None]
     trainer = factory(config.trainer)(
         strategy=strategy,
-        callbacks=[comu_ti, memory, TQDMProgressBar(), *chosen],
+        callbacks=[comu_ti, memory, recovery, TQDMProgressBar(), *chosen],
         logger=CSVLogger(folder, name="", version=""),
         default_root_dir=folder,
     )
 
-    # The run itself.
+    # The run itself, from its beginning or from where an earlier start of it has come to.
+    goes_on = config.resume == AUTO and config.checkpoint is not None
+    if goes_on and trainer.is_global_zero:
+        set_metrics_aside(folder, config.checkpoint.step)
     before = trainer.validate(module, data, verbose=False)[0]
-    trainer.fit(module, data, ckpt_path=config.resume)
+    trainer.fit(module, data, ckpt_path=_checkpoint(config))
     after = trainer.validate(module, data, verbose=False)[0]
 
     # What it came to.
     if not trainer.is_global_zero:
         return
+    join_metrics(folder)
     plan = strategy.plan
     save_plan(plan, folder / "plan.yaml")
-    first_loss, last_loss = training_losses(folder / "metrics.csv")
+    first_loss, last_loss = training_losses(folder / METRICS)
     means = comu_ti.means
     assert means is not None
     summary = {
@@ -78,7 +86,11 @@ def fit(config: DictConfig, folder: Path) -> None:
         "peak_memory_mib": memory.per_stage_mib,
         "sent_mib_per_mini_batch": strategy.sent_mib,
         "seconds": time.perf_counter() - started,
+        "lost_time": None if recovery.lost is None else asdict(recovery.lost),
     }
+    energy = next((callback.report for callback in chosen if isinstance(callback, Energy)), None)
+    if energy is not None:
+        summary["energy"] = asdict(energy)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     console = Console()
     console.print(
@@ -95,7 +107,19 @@ def fit(config: DictConfig, folder: Path) -> None:
             sent_mib=strategy.sent_mib or None,
         )
     )
+    if energy is not None:
+        console.print(str(energy), soft_wrap=True, highlight=False)
+    if recovery.lost is not None:
+        console.print(lost_time_table(asdict(recovery.lost)))
     console.print(f"All files of this run: {folder}", soft_wrap=True, highlight=False)
+
+
+def _checkpoint(config: DictConfig) -> str | None:
+    """Return the checkpoint that the run begins with, None for a new one."""
+    if config.resume != AUTO:
+        path: str | None = config.resume
+        return path
+    return None if config.checkpoint is None else str(config.checkpoint.path)
 
 
 def training_losses(metrics: Path) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lightning_hybridop.checkpoints import WholeCheckpointIO, with_plain_hyper_parameters
+from lightning_hybridop.checkpoints import (
+    CheckpointError,
+    WholeCheckpointIO,
+    check_whole,
+    with_plain_hyper_parameters,
+)
 
 
 def test_what_is_saved_is_loaded_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -94,3 +100,66 @@ def test_containers_of_omegaconf_are_saved_as_plain_ones(tmp_path: Path) -> None
     assert loaded["datamodule_hyper_parameters"] == plain
     assert "hparams_type" not in loaded
     assert checkpoint["hyper_parameters"]["lora"] is container
+
+
+def _equal(found: Any, expected: Any) -> bool:
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(_equal(found[key], expected[key]) for key in expected)
+    if isinstance(expected, torch.Tensor):
+        return found.dtype == expected.dtype and found.equal(expected)
+    return bool(found == expected)
+
+
+def test_every_flipped_bit_is_told_or_changes_nothing(tmp_path: Path) -> None:
+    checkpoint = {"state_dict": {"weight": torch.arange(40.0)}, "epoch": 3}
+    path, changed = tmp_path / "last.ckpt", tmp_path / "changed.ckpt"
+    WholeCheckpointIO().save_checkpoint(checkpoint, path)
+    written = path.read_bytes()
+    check_whole(path)
+
+    told = 0
+    contents = written.index(b"PK\x01\x02")  # where the list of parts begins
+    bits = [(place, place % 8) for place in range(0, contents, 5)]
+    bits += [(place, bit) for place in range(contents, len(written)) for bit in (0, 4)]
+    for place, bit in bits:
+        flipped = bytearray(written)
+        flipped[place] ^= 1 << bit
+        changed.write_bytes(flipped)
+        try:
+            check_whole(changed)
+        except CheckpointError:
+            told += 1
+        else:
+            # Padding between parts, times and versions carry no meaning.
+            assert _equal(torch.load(changed, weights_only=True), checkpoint), place
+    assert told > 300
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.6, 0.9, 0.99])
+def test_a_checkpoint_that_was_cut_short_is_told_by_its_name(tmp_path: Path, share: float) -> None:
+    path = tmp_path / "last.ckpt"
+    WholeCheckpointIO().save_checkpoint({"weight": torch.ones(1000)}, path)
+    os.truncate(path, int(share * path.stat().st_size))
+
+    with pytest.raises(
+        CheckpointError, match=r"last\.ckpt is not a whole checkpoint .*; go on from an earlier"
+    ):
+        check_whole(path)
+
+
+def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
+        archive.writestr("hello.txt", "hello")
+    with zipfile.ZipFile(tmp_path / "bomb.ckpt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/data.pkl", bytes(2**24))
+
+    for name, reason in {
+        "missing.ckpt": "there is no such file",
+        "pipe": "it is no file",
+        ".": "it is no file",
+        "other.zip": "torch.save did not write it",
+        "bomb.ckpt": "its parts are larger than the file",
+    }.items():
+        with pytest.raises(CheckpointError, match=reason):
+            check_whole(tmp_path / name)

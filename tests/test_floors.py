@@ -30,7 +30,7 @@ FLOORS = (
         "writers",
         "accelerators",
     ),
-    ("placement", "auto_plan", "refusals", "averaging", "assembly"),
+    ("placement", "auto_plan", "configurations", "refusals", "averaging", "assembly"),
     ("updates",),
     ("strategy",),
     ("reporting", "metrics"),

@@ -10,6 +10,8 @@ from lightning.fabric.accelerators.registry import _AcceleratorRegistry
 from lightning.fabric.utilities.types import _DEVICE
 from lightning.pytorch.accelerators import Accelerator
 
+from lightning_hybridop.devices.npu_smi import npu_readings, reading_of
+
 
 def npu_problem() -> str | None:
     """Return one sentence on why no NPU can be used here and what to do, or None when one can."""
@@ -69,9 +71,25 @@ class NPUAccelerator(Accelerator):
         load_npu().empty_cache()
 
     def get_device_stats(self, device: _DEVICE) -> dict[str, Any]:
-        """Return torch_npu's memory statistics of `device`, in bytes and counts."""
-        stats: dict[str, Any] = load_npu().memory_stats(device)
-        return stats
+        """Return torch_npu's memory statistics of `device`, in bytes and counts, and what else can be read of it.
+
+        That is `npu_memory_free` and `npu_memory_total` in bytes, `npu_utilization` in percent and, from `npu-smi info`,
+        `npu_power` in watts, `npu_temperature` in degrees Celsius and `npu_cores` in percent; what cannot be read is left
+        out.
+        """
+        npu = load_npu()
+        stats: dict[str, Any] = _asked(npu, "memory_stats", device) or {}
+        memory = _asked(npu, "mem_get_info", device)
+        if memory is not None:
+            stats |= {"npu_memory_free": memory[0], "npu_memory_total": memory[1]}
+        reading = reading_of(torch.device(device).index, npu_readings())
+        read = {
+            "npu_utilization": _asked(npu, "utilization", device),
+            "npu_power": reading and reading.power,
+            "npu_temperature": reading and reading.temperature,
+            "npu_cores": reading and reading.core_percent,
+        }
+        return {**stats, **{name: value for name, value in read.items() if value is not None}}
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> list[int]:
@@ -113,6 +131,14 @@ class NPUAccelerator(Accelerator):
     def register_accelerators(cls, accelerator_registry: _AcceleratorRegistry) -> None:
         """Enter this class into Lightning's registry under its name."""
         accelerator_registry.register(cls.name(), cls, description="Ascend NPU through torch_npu")
+
+
+def _asked(npu: ModuleType, name: str, device: _DEVICE) -> Any:
+    """Return what a function of torch_npu says of a device; None where a version lacks it or the driver refuses."""
+    try:
+        return getattr(npu, name)(device)
+    except Exception:  # statistics must not end a run
+        return None
 
 
 def _parse(devices: int | str | list[int], present: int) -> list[int]:

@@ -7,12 +7,15 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+
+from lightning_hybridop.planning.fields import read_yaml
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -63,6 +66,8 @@ def compose_runs(
 
 
 GROUPS = {
+    "launch": ("model", "data", "cluster", "workload", "strategy", "trainer", "callbacks", "recipe"),
+    "doctor": ("model", "data", "cluster", "workload", "strategy", "trainer", "callbacks", "recipe"),
     "plan": ("cluster", "workload"),
     "simulate": ("cluster", "workload"),
     "compare": ("cluster", "workload"),
@@ -108,10 +113,22 @@ def _unused(folder: Path, config: DictConfig) -> Path:
 def _run(config: DictConfig, folder: Path) -> Run:
     own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     own.folder = str(folder.resolve())
+    if own.get("hosts") is not None:
+        with open_dict(own):
+            own.cluster = _hosts(own.hosts)
     if missing := sorted(OmegaConf.missing_keys(own)):
         raise ConfigurationError(_missing(missing[0]))
     OmegaConf.resolve(own)
     return Run(config=own, folder=folder.resolve())
+
+
+def _hosts(given: Any) -> Any:
+    """Return what a hosts file says, given its path or its own content, to stand in the place of the cluster."""
+    if isinstance(given, str):
+        return read_yaml(Path(given).expanduser(), what="hosts file", error=ConfigurationError)
+    if isinstance(given, DictConfig):
+        return OmegaConf.to_container(given)
+    raise ConfigurationError(f"hosts: found {given!r}, expected the path of a hosts file.")
 
 
 def _combinations(overrides: Sequence[str]) -> Iterator[list[str]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from hydra.errors import InstantiationException
 
 from lightning_hybridop.pipeline.world import first_failure as first_failure_of_run
-from lightning_hybridop.pipeline.world import lost_connection
+from lightning_hybridop.pipeline.world import lost_connection, told_of_lost
 
 
 class RunError(RuntimeError):
@@ -27,6 +27,12 @@ def sentence(error: BaseException) -> str:
     # Hydra wraps what a class or function of the configuration raised.
     while isinstance(error, InstantiationException) and error.__cause__ is not None:
         error = error.__cause__
+    # Of a run on several hosts each says which process failed, not that it could not reach it.
+    first = first_failure_of_run(error)
+    if lost := told_of_lost(error):
+        return " ".join(lost)
+    if first is not None and (first.silent or (lost_connection(error) and not first.follows)):
+        return str(first)
     text = " ".join(str(error).split())
     kind = type(error)
     if text and (kind.__module__.startswith("lightning_hybridop") or kind is ValueError):
@@ -38,12 +44,22 @@ def write_failure(logs: Path, rank: int, error: BaseException) -> None:
     """Leave a note of why rank `rank` failed, and when, for the process that started it."""
     # A neighbour that is gone is why the others fail, not why the run does.
     first = first_failure_of_run(error)
-    consequence = lost_connection(error) or (first is not None and first.rank != rank)
-    who = (
-        f"rank {rank}" if first is None or consequence else f"{first.stage} (rank {rank}, host {first.host})"
-    )
-    note = {"who": who, "time": time.time(), "consequence": consequence, "sentence": sentence(error)}
+    # What a process that hangs would say is known only to those that noticed.
+    silent = first is not None and first.silent
+    consequence = not silent and (lost_connection(error) or (first is not None and first.rank != rank))
+    told = None if consequence else first
+    note = {
+        "who": f"rank {rank}" if told is None else f"{told.stage} (rank {told.rank}, host {told.host})",
+        "time": time.time(),
+        "consequence": consequence,
+        "sentence": told.sentence if told is not None and silent else sentence(error),
+    }
     _note(logs, rank).write_text(json.dumps(note), encoding="utf-8")
+
+
+def forget_failure(logs: Path, rank: int) -> None:
+    """Remove the note that rank `rank` left when it failed before."""
+    _note(logs, rank).unlink(missing_ok=True)
 
 
 def first_failure(logs: Path, *, consequences: bool = True) -> str | None:

@@ -1,18 +1,31 @@
 """`hybridop fit`: checks a configuration, makes the run's folder and has its processes run the recipe."""
 
 import os
+from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
-from omegaconf import OmegaConf
-from torch.distributed import TCPStore
+from omegaconf import OmegaConf, open_dict
 
 from lightning_hybridop.commands import launch
 from lightning_hybridop.commands.configuration import ConfigurationError, Run, check_folder, compose_runs
 from lightning_hybridop.commands.parts import PLAN_OPTIONS, factory, run_plan, run_strategy
 from lightning_hybridop.commands.recipes import load_recipe
-from lightning_hybridop.commands.worker import CONFIGURATION
+from lightning_hybridop.commands.resuming import (
+    AUTO,
+    CONFIGURATION,
+    check_continues,
+    newest_checkpoint,
+    unfinished_run,
+)
+from lightning_hybridop.pipeline.interface import host_name
+from lightning_hybridop.pipeline.meeting import meeting_store
+from lightning_hybridop.pipeline.roll_call import tell_all
 from lightning_hybridop.planning.plan import Plan
+
+SECONDS_TO_COME = timedelta(seconds=300)
+"""How long processes of several hosts wait for each other at the start: one of them may still read its model."""
 
 
 def fit(overrides: Sequence[str], *, multirun: bool = False) -> None:
@@ -34,6 +47,13 @@ def fit(overrides: Sequence[str], *, multirun: bool = False) -> None:
         load_recipe("fit")(run.config, run.folder)
         return
     runs = compose_runs("fit", overrides, multirun=multirun)
+    if runs[0].config.resume == AUTO and not _names_folder(overrides):
+        if multirun:
+            raise ConfigurationError("resume=auto and --multirun need folder=, so that runs find their own.")
+        found = unfinished_run(runs[0].config, runs[0].folder.parents[1])
+        if found is not None:
+            runs = compose_runs("fit", overrides, folder=found)
+            print(f"Going on with the run in {found}.", flush=True)
     plans = [check(run) for run in runs]
     for number, (run, plan) in enumerate(zip(runs, plans, strict=True), start=1):
         if len(runs) > 1:
@@ -42,7 +62,12 @@ def fit(overrides: Sequence[str], *, multirun: bool = False) -> None:
         if plan.processes == 1:
             load_recipe("fit")(run.config, run.folder)
         else:
-            launch.launch(run.folder, processes=plan.processes, port=run.config.port)
+            launch.launch(
+                run.folder,
+                processes=plan.processes,
+                port=run.config.port,
+                restarts=run.config.restarts,
+            )
 
 
 def check_plan_overrides(overrides: Sequence[str]) -> None:
@@ -69,44 +94,95 @@ def check(run: Run) -> Plan:
     if ranks is not None and int(ranks) != plan.processes:
         raise ConfigurationError(
             f"{ranks} processes were started but the plan has {len(plan.stages)} stages"
-            f"{f' in {plan.replicas} replicas' if plan.replicas > 1 else ''}; start one process for each."
+            f"{f' in {plan.replicas} replicas' if plan.replicas > 1 else ''}{_places(plan)}; start one process for each."
         )
     if ranks is None:
+        check_hosts(plan)
         launch.check_port(config.port)
     run_strategy(config, plan)
     factory(config.data)().setup("fit")
     return plan
 
 
+def check_hosts(plan: Plan) -> None:
+    """Raise ConfigurationError when a plan's stages are on other hosts than this one, whose processes are started there."""
+    if any(stage.host not in (None, host_name()) for stage in plan.stages):
+        raise ConfigurationError(
+            f"The plan has stages on other hosts than {host_name()}{_places(plan)}; start them with `hybridop launch`, or with "
+            "torchrun on each host."
+        )
+
+
+def _places(plan: Plan) -> str:
+    """Return how many stages are on which host, in brackets; nothing for a plan that names none."""
+    counts = Counter(stage.host for stage in plan.stages if stage.host is not None)
+    return f" ({', '.join(f'{host}: {count}' for host, count in counts.items())})" if counts else ""
+
+
 def join_run(overrides: Sequence[str]) -> Run:
-    """Return the run that torchrun's processes do together: rank 0 names the folder, the others take its name."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        run = compose_runs("fit", overrides)[0]
-        if not any(override.startswith("folder=") for override in overrides):
-            raise ConfigurationError(
-                "RANK is set but torchrun did not start this process; pass folder=<folder>, so that all ranks share one."
+    """Return the run that torchrun's processes do together: all in a folder of one name, from one checkpoint.
+
+    Hosts share no disk: the process that has the latest checkpoint of the run will read it for all. A run that torchrun
+    has started again goes on as with `resume=auto`.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    own = compose_runs("fit", overrides)[0]
+    if "TORCHELASTIC_RUN_ID" not in os.environ and not _names_folder(overrides):
+        raise ConfigurationError(
+            "RANK is set but torchrun did not start this process; pass folder=<folder>, so that all ranks share one."
+        )
+    store = meeting_store(rank=rank, size=size, timeout=SECONDS_TO_COME)
+    goes_on = own.config.resume == AUTO or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    candidate: Path | None = own.folder if _names_folder(overrides) else None
+    if candidate is None and goes_on:
+        candidate = unfinished_run(own.config, own.folder.parents[1])
+    found = newest_checkpoint(candidate) if candidate is not None and goes_on else None
+    mine = {
+        "new": _portable(own.folder),
+        "folder": None if candidate is None else _portable(candidate),
+        "step": None if found is None else found.step,
+        "host": host_name(),
+    }
+    told = tell_all(store, mine, topic="fit", rank=rank, size=size)
+    reader = max(
+        range(size), key=lambda other: (-1 if told[other]["step"] is None else told[other]["step"], -other)
+    )
+    leader = told[reader if told[reader]["step"] is not None else 0]
+    run = compose_runs("fit", overrides, folder=Path(leader["folder"] or leader["new"]))[0]
+    with open_dict(run.config):
+        if goes_on:
+            run.config.resume = AUTO
+            step = told[reader]["step"]
+            # The ranks that are not to read a file of theirs have a name here that no file has.
+            path = (
+                str(found.path) if found is not None and rank == reader else f"step {step} of rank {reader}"
             )
-        return run
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(address, port, is_master=False)
-    key = f"hybridop/folder/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    if int(os.environ["RANK"]) == 0:
-        run = compose_runs("fit", overrides)[0]
-        store.set(key, str(run.folder))
-        return run
-    return compose_runs("fit", overrides, folder=Path(store.get(key).decode()))[0]
+            run.config.checkpoint = None if step is None else {"path": path, "step": step}
+        run.config.present = [other["host"] for other in told] if "HYBRIDOP_HOST" in os.environ else None
+    return run
+
+
+def _names_folder(overrides: Sequence[str]) -> bool:
+    return any(override.startswith("folder=") for override in overrides)
+
+
+def _portable(folder: Path) -> str:
+    """Return a folder's path as other hosts can have it: below their own working directory if it is below this one's."""
+    return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
 
 
 def write_configuration(run: Run) -> None:
     """Make the run's folder and write its configuration there.
 
-    Raises ConfigurationError when the folder already holds a run.
+    Raises ConfigurationError when the folder already holds a run, but for one that this one goes on with.
     """
     check_folder(run.folder)
     run.folder.mkdir(parents=True, exist_ok=True)
     path = run.folder / CONFIGURATION
     if path.exists():
-        raise ConfigurationError(
-            f"{run.folder} already holds a run; pass another folder=, or remove that one."
-        )
+        if run.config.resume != AUTO:
+            raise ConfigurationError(
+                f"{run.folder} already holds a run; pass another folder=, remove that one, or go on with it by resume=auto."
+            )
+        check_continues(run.config, run.folder)
     OmegaConf.save(run.config, path)

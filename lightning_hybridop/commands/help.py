@@ -51,6 +51,45 @@ examples:
 The overrides are Hydra's: lists, groups (+group=choice), new keys (+key=value) and removals (~key) work as there.
 """
 
+LAUNCH = """\
+usage: hybridop launch [hosts=<file>] [name=value ...]
+
+Prints what to start on each host of a hosts file, one torchrun command for each, or starts them over ssh, shows what they
+say behind the names of their hosts, and ends all when one fails. All other options are those of `hybridop fit`.
+
+choices of each group (name=choice):
+{groups}
+
+options (name=value; --show prints all):
+  hosts=<file>                      a hosts file; conf/cluster/lan.yaml shows what is in one
+  start=true                        start the commands over ssh, without a password (BatchMode)
+  command=doctor                    run `hybridop doctor` on all hosts in the place of `fit`
+  restarts=<number>                 how often a run that failed goes on from its latest checkpoint
+  min_hosts=<number>                with fewer hosts than all a run goes on as long as so many are left
+  port=<port>                       on which the hosts find each other, in the place of the hosts file's
+
+examples:
+  hybridop launch hosts=lan.yaml workload=smollm2_135m recipe=quickstart
+  hybridop launch hosts=lan.yaml workload=smollm2_135m recipe=quickstart command=doctor start=true
+  hybridop launch hosts=lan.yaml plan=auto trainer.accelerator=hybridop start=true
+"""
+
+DOCTOR = """\
+usage: hybridop doctor [name=value ...]
+
+Tries everything that `hybridop fit` with the same options needs, and prints a table of what was found, each fault with
+its remedy. Alone it looks at this host; under torchrun or `hybridop launch command=doctor` it meets the other processes,
+compares what they run and measures the links between them. The exit code is 0 if a run would start.
+
+choices of each group (name=choice):
+{groups}
+
+examples:
+  hybridop doctor recipe=quickstart
+  hybridop launch hosts=lan.yaml workload=smollm2_135m recipe=quickstart command=doctor start=true
+  torchrun --nnodes 2 --nproc-per-node 1 ... -m lightning_hybridop doctor recipe=quickstart cluster=local_1zo_1bp
+"""
+
 _CHOICES = """\
 choices of each group (name=choice):
 {groups}

@@ -40,8 +40,10 @@ def check_port(port: object) -> None:
             ) from error
 
 
-def launch(folder: Path, *, processes: int, port: int | None) -> None:
+def launch(folder: Path, *, processes: int, port: int | None, restarts: int) -> None:
     """Run the worker in `processes` local processes on the configuration in `folder` and wait for them.
+
+    When one fails, all are started again, up to `restarts` times.
 
     Raises:
         LaunchError: the port is taken.
@@ -51,7 +53,9 @@ def launch(folder: Path, *, processes: int, port: int | None) -> None:
     check_port(port)
     threads = max(1, (os.cpu_count() or 1) // processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    config = local_processes(processes, run_id=folder.name, port=port)
+    # When the process that holds the store ends, torch would show where in its own code the others noticed.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    config = local_processes(processes, run_id=folder.name, port=port, restarts=restarts)
     try:
         elastic_launch(config, sys.executable)("-m", WORKER, str(folder))
     except ChildFailedError as error:
@@ -60,7 +64,9 @@ def launch(folder: Path, *, processes: int, port: int | None) -> None:
         raise RunInterruptedError(int(error.sigval)) from error
 
 
-def local_processes(processes: int, *, run_id: str, port: int | None = None) -> LaunchConfig:
+def local_processes(
+    processes: int, *, run_id: str, port: int | None = None, restarts: int = 0
+) -> LaunchConfig:
     """Return how torch's launcher starts processes on this host alone, and keep its own notes off the terminal."""
     if sys.platform == "linux":
         # All processes are on this host, whose name need not resolve to an address of its own.
@@ -77,7 +83,7 @@ def local_processes(processes: int, *, run_id: str, port: int | None = None) -> 
         rdzv_backend="c10d",
         rdzv_endpoint=f"127.0.0.1:{port or 0}",
         local_addr="127.0.0.1",
-        max_restarts=0,
+        max_restarts=restarts,
         shutdown_timeout=SECONDS_TO_END,
     )
 

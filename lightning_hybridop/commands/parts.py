@@ -9,10 +9,12 @@ from hydra.utils import instantiate
 from lightning import LightningModule
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_hybridop.accelerators import default_role
 from lightning_hybridop.commands.configuration import ConfigurationError
 from lightning_hybridop.commands.planned import (
     AUTO,
     configured_cluster,
+    configured_hosts,
     configured_workload,
     plan_costs,
     predict,
@@ -23,6 +25,7 @@ from lightning_hybridop.pipeline.batches import token_shape
 from lightning_hybridop.pipeline.emulation import Emulation
 from lightning_hybridop.planning.costs import layout_times
 from lightning_hybridop.planning.fields import check_whole
+from lightning_hybridop.planning.hosts import Hosts, on_hosts
 from lightning_hybridop.planning.plan import Plan, Role, even_plan, load_plan
 from lightning_hybridop.planning.planner import checked_layout
 from lightning_hybridop.simulation.predict import with_prediction
@@ -58,20 +61,20 @@ def run_plan(config: DictConfig) -> Plan:
         # What was predicted and measured of it on other data or devices says nothing about this run.
         return dataclasses.replace(load_plan(config.plan), predicted=None, measured=None)
     cluster = config.cluster
-    if "devices" in cluster:
+    hosts = configured_hosts(config)
+    if hosts is not None and config.plan == AUTO:
+        return _even_on(hosts, config)
+    if "devices" in cluster or hosts is not None:
         return _planned(config)
     if cluster.zo_role not in ("zo", "frozen"):
         raise ConfigurationError(f"cluster.zo_role is {cluster.zo_role!r}, expected zo or frozen.")
     for name in ("zo_stages", "bp_stages"):
         check_whole(f"cluster.{name}", cluster[name], 0, error=ConfigurationError)
-    options = {name: config.strategy[name] for name in PLAN_OPTIONS}
-    if config.plan == AUTO and options["micro_batches"] is None:
-        del options["micro_batches"]
     plan = even_plan(
         blocks=config.model.blocks or _count_blocks(config.model.name),
         stages=cluster.zo_stages + cluster.bp_stages,
         zo_stages=cluster.zo_stages,
-        **options,
+        **_plan_options(config),
     )
     stages = tuple(
         dataclasses.replace(
@@ -83,6 +86,31 @@ def run_plan(config: DictConfig) -> Plan:
         for stage in plan.stages
     )
     return dataclasses.replace(plan, stages=stages)
+
+
+def _plan_options(config: DictConfig) -> dict[str, Any]:
+    """Return the options of a strategy that are part of its plan."""
+    options = {name: config.strategy[name] for name in PLAN_OPTIONS}
+    if config.plan == AUTO and options["micro_batches"] is None:
+        del options["micro_batches"]
+    return options
+
+
+def _even_on(hosts: Hosts, config: DictConfig) -> Plan:
+    """Return an even plan of one stage per device of the hosts, forward-only ones first: processes measure the rest."""
+    where = [(host.name, device.device) for host in hosts.hosts for device in host.devices]
+    where.sort(key=lambda place: default_role(place[1]) != "zo")
+    plan = even_plan(
+        blocks=config.model.blocks or _count_blocks(config.model.name),
+        stages=len(where),
+        zo_stages=sum(default_role(device) == "zo" for _, device in where),
+        **_plan_options(config),
+    )
+    stages = [
+        dataclasses.replace(stage, host=host, device=device)
+        for stage, (host, device) in zip(plan.stages, where, strict=True)
+    ]
+    return dataclasses.replace(plan, stages=tuple(stages))
 
 
 def _arithmetic(cluster: DictConfig) -> dict[str, Any]:
@@ -107,7 +135,8 @@ def _planned(config: DictConfig) -> Plan:
         queries=_passes(strategy.queries, signs),
         exit_queries=_passes(strategy.exit_queries, signs),
         objective="makespan",
-        use_all=config.use_all,
+        # Whoever has come is to work.
+        use_all=config.use_all or config.present is not None,
         estimator=strategy.estimator,
     )
     blocks = config.model.blocks or _count_blocks(config.model.name)
@@ -125,6 +154,12 @@ def _planned(config: DictConfig) -> Plan:
         **options,
         predicted=None,
     )
+    hosts = configured_hosts(config)
+    if hosts is not None:
+        plan = on_hosts(plan, hosts)
+    elif config.present is not None:
+        stages = tuple(dataclasses.replace(stage, host=stage.name) for stage in plan.stages)
+        plan = dataclasses.replace(plan, stages=stages)
     if not cluster.emulate:
         return plan
     if len(plan.stages) == 1:
@@ -159,7 +194,13 @@ def run_emulation(config: DictConfig, plan: Plan) -> Emulation | None:
 
 def run_strategy(config: DictConfig, plan: Plan) -> HybridOPStrategy:
     """Return the strategy of a run."""
-    if config.plan == AUTO and "devices" not in config.cluster and len(plan.stages) > 1:
+    if config.plan == AUTO and configured_hosts(config) is not None:
+        made = factory(config.strategy)(
+            plan=AUTO,
+            stages=len(plan.stages),
+            mini_batch=(config.data.batch_size, row_length(config)),
+        )
+    elif config.plan == AUTO and "devices" not in config.cluster and len(plan.stages) > 1:
         if config.cluster.zo_role != "zo":
             raise ConfigurationError(
                 f"plan=auto plans for zo stages that learn, but cluster.zo_role is {config.cluster.zo_role}; run it once, "

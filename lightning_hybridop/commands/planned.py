@@ -13,6 +13,7 @@ from lightning_hybridop.commands.configuration import ConfigurationError, check_
 from lightning_hybridop.devices.library import load_profiles, read_profile
 from lightning_hybridop.planning.cluster import Cluster, DeviceProfile, cluster_from_dict
 from lightning_hybridop.planning.costs import Objective, PipelineCosts, pipeline_costs
+from lightning_hybridop.planning.hosts import Hosts, cluster_of_hosts, hosts_from_dict
 from lightning_hybridop.planning.plan import Estimator, Plan, WireName
 from lightning_hybridop.planning.planner import PlannedPipeline, plan_layout
 from lightning_hybridop.planning.workload import Workload, workload_from_dict
@@ -58,18 +59,37 @@ def configured_cluster(config: DictConfig) -> Cluster:
     """
     if config.get("cluster") is None:
         raise ConfigurationError("There is no cluster; pass cluster=<name>, such as cluster=paper_3b.")
+    hosts = configured_hosts(config)
+    if hosts is not None:
+        files = [_profile_files(host.devices) for host in config.cluster.hosts]
+        return cluster_of_hosts(
+            hosts, {**load_profiles(), **{k: v for found in files for k, v in found.items()}}
+        )
     if "devices" not in config.cluster:
         raise ConfigurationError(
             "This cluster says how many processes run on this host, not which devices there are; choose a cluster with "
             "devices, or measure this host with `hybridop fit plan=auto`."
         )
     values = OmegaConf.to_container(config.cluster)
-    return cluster_from_dict(values, {**load_profiles(), **_profile_files(config)})
+    cluster = cluster_from_dict(values, {**load_profiles(), **_profile_files(config.cluster.devices)})
+    # Where each process stands for a host with one device.
+    return cluster if config.get("present") is None else cluster.only(config.present)
 
 
-def _profile_files(config: DictConfig) -> dict[str, DeviceProfile]:
-    """Return the profiles that a cluster takes from files, such as `hybridop profile` writes, by the files' names."""
-    entries = config.cluster.devices if isinstance(config.cluster.devices, ListConfig) else ()
+def configured_hosts(config: DictConfig) -> Hosts | None:
+    """Return the hosts of `config.cluster`, of a run those that have come; None for a cluster that names none.
+
+    Raises ClusterError.
+    """
+    if config.get("cluster") is None or "hosts" not in config.cluster:
+        return None
+    hosts = hosts_from_dict(OmegaConf.to_container(config.cluster))
+    return hosts if config.get("present") is None else hosts.only(config.present)
+
+
+def _profile_files(entries: Any) -> dict[str, DeviceProfile]:
+    """Return the profiles that devices take from files, such as `hybridop profile` writes, by the files' names."""
+    entries = entries if isinstance(entries, ListConfig) else ()
     named = [entry.get("profile") for entry in entries if isinstance(entry, DictConfig)]
     paths = [name for name in named if isinstance(name, str) and name.endswith((".yaml", ".yml"))]
     return {path: read_profile(Path(path)) for path in paths}

@@ -9,6 +9,8 @@ from typing import Any
 import psutil
 import torch
 
+from lightning_hybridop.devices.jetson import jetson_model, unified_memory
+
 
 class NoDeviceError(RuntimeError):
     """A device that this machine does not have; the message names it."""
@@ -68,10 +70,29 @@ def device_name(device: torch.device) -> str:
 def available_memory(device: torch.device) -> float:
     """Return the bytes that a process can have on a device; asks the driver's runtime, never NVML."""
     if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
+        # A Jetson's GPU shares the memory that Linux gives away, page cache included, of which CUDA counts less as free.
+        shared = unified_memory() if jetson_model() is not None else None
+        return float(torch.cuda.mem_get_info(device)[0]) if shared is None else shared[0]
     if device.type == "npu" and (npu := torch_npu()) is not None:
-        return float(npu.get_device_properties(device).total_memory)
+        try:
+            return float(npu.mem_get_info(device)[0])
+        except (AttributeError, RuntimeError):  # older versions of torch_npu
+            return float(npu.get_device_properties(device).total_memory)
     return float(psutil.virtual_memory().available)
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Return whether a device computes in bfloat16: NPUs of the 310 series do not."""
+    return device.type != "npu" or not device_name(device).startswith("Ascend310")
+
+
+def device_count(device: torch.device) -> int:
+    """Return how many devices of a type this machine has; of the CPU there is one."""
+    if device.type == "cuda":
+        return torch.cuda.device_count()
+    if device.type == "npu" and (npu := torch_npu()) is not None:
+        return int(npu.device_count())
+    return 1
 
 
 def torch_npu() -> Any | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybridop.devices.host import has_bfloat16, synchronize
 from lightning_hybridop.pipeline.emulation import Pace, PacedChannel
 from lightning_hybridop.pipeline.stage import StageModel
 from lightning_hybridop.pipeline.transport import Channel
@@ -74,6 +75,7 @@ class Engine:
         self.width = width
         self.boundary_dtypes = boundary_dtypes
         self.device = device
+        self._has_bfloat16 = has_bfloat16(device)
         self.clock_offset = clock_offset
         self.pace = pace
         self.is_last = stage == len(plan.stages) - 1
@@ -210,14 +212,12 @@ class Engine:
 
     def receive(self, action: Action) -> Tensor:
         """Wait for what was announced, and return it on this stage's device as if it had travelled in its own dtype."""
-        if action.kind is Kind.BACKWARD:
-            return (
-                self.channels[self.stage + 1]
-                .receive(action)
-                .to(self.device, self._gradient_dtype(self.stage))
-            )
-        source = self.stage - 1
-        return self.channels[source].receive(action).to(self.device, self.boundary_dtypes[source])
+        backward = action.kind is Kind.BACKWARD
+        source = self.stage + 1 if backward else self.stage - 1
+        dtype = self._gradient_dtype(self.stage) if backward else self.boundary_dtypes[source]
+        # Widened on the way to a device that has no bfloat16.
+        lacking = dtype == torch.bfloat16 and not self._has_bfloat16
+        return self.channels[source].receive(action).to(torch.float32 if lacking else dtype).to(self.device)
 
     def send(self, action: Action, tensor: Tensor, *, ahead: int = SENDS_AHEAD) -> None:
         """Start sending the hidden state or gradient of `action` to the stage that waits for it.
@@ -251,8 +251,7 @@ class Engine:
         return torch.float32 if dtype == torch.float16 else dtype
 
     def _record(self, action: Action, started: float, timeline: list[TimedAction]) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
+        synchronize(self.device)
         timeline.append(
             TimedAction(
                 stage=self.stage,

@@ -1,6 +1,7 @@
 """Trainable parameters and their optimizer state over all stages: who owns what, and putting it together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,6 +50,21 @@ def check_updated_once(module: nn.Module, anatomy: Anatomy, boundaries: tuple[in
                 f"{first_name} (stage {first_stage}) and {name} (stage {stage}) are one trainable tensor, which two "
                 "stages cannot both update; freeze it, or train with a single stage."
             )
+
+
+@contextmanager
+def parameters_kept() -> Iterator[None]:
+    """Inside the block a module that is moved to another device keeps its parameter objects, whatever the device.
+
+    Torch gives a module new ones for devices that are not its own, such as NPUs; who holds the old ones, as an optimizer
+    or an engine does, would go on with values that nobody computes with.
+    """
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def synchronise(owned: Sequence[Mapping[str, nn.Parameter]], rank_of_stage: Sequence[int]) -> None:

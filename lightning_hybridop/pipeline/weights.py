@@ -276,6 +276,19 @@ def read(
     return values
 
 
+def read_some(stored: StoredTensor, start: int, count: int) -> list[float]:
+    """Return `count` values of a stored tensor from the flat index `start` on.
+
+    Raises:
+        WeightError: the file is missing or shorter than its header says.
+    """
+    values = torch.empty(count, dtype=stored.dtype)
+    with _opened(stored) as file:
+        file.seek(start * stored.dtype.itemsize, 1)
+        _fill(file, values, stored)
+    return [float(value) for value in values.double()]
+
+
 class Scratch:
     """Two pieces of memory that all reading is done in: new ones for every tensor would leave holes in the heap."""
 

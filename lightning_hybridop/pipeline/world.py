@@ -2,19 +2,25 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
+from lightning_hybridop.pipeline.agreement import check_versions
+from lightning_hybridop.pipeline.connections import cut_connections, noting_connections
 from lightning_hybridop.pipeline.exchange import gather_json
+from lightning_hybridop.pipeline.heartbeat import Heartbeat
+from lightning_hybridop.pipeline.interface import choose_interface, host_name
+from lightning_hybridop.pipeline.meeting import MeetingError, held_by_agent, meeting_store
 from lightning_hybridop.pipeline.transport import TransportError
 
 SECONDS_TO_MEET = 8.0
@@ -24,18 +30,23 @@ SECONDS_TO_REPORT = 2.0
 """How long the first one to fail waits for the others' word before it calls them lost."""
 
 
-class MeetingError(RuntimeError):
-    """The processes of a run could not meet again after a failure."""
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The failure of one process: its rank and host, which stage it is, and its error in one sentence."""
+    """The failure of one process: its rank and host, which stage it is, and its error in one sentence.
+
+    One that is `silent` has not told of it: the others noticed that it beats no longer. A failure that `follows` is about
+    another process that could not be reached.
+    """
 
     rank: int
     host: str
     stage: str
     sentence: str
+    silent: bool = False
+    follows: bool = False
 
     def __str__(self) -> str:
         return f"{self.stage} (rank {self.rank}, host {self.host}) failed: {self.sentence}"
@@ -49,14 +60,96 @@ class World:
         rank: this process.
         size: number of processes.
         timeout: how long collectives wait once all have met again.
+        patience: seconds without a sign of life after which a process counts as lost.
     """
 
-    def __init__(self, store: dist.Store, *, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: dist.Store, *, rank: int, size: int, timeout: timedelta, patience: float
+    ) -> None:
         self._store = store
         self._rank = rank
         self._size = size
         self._timeout = timeout
+        self._patience = patience
         self._meetings = 0
+        self._noticed: Failure | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._known: dict[int, tuple[str, str]] = {}
+
+    def introduce(self, stage: str) -> None:
+        """Tell all processes what this one is, and get to know the others. Collective."""
+        told = gather_json([host_name(), stage])
+        self._known = {rank: (host, words) for rank, (host, words) in enumerate(told)}
+
+    def watch(self) -> None:
+        """Begin to beat, and to watch the beats of the others."""
+        self._noticed = None
+        self._heartbeat = Heartbeat(
+            dist.PrefixStore(f"beats/{self._meetings}", self._store),
+            rank=self._rank,
+            size=self._size,
+            patience=self._patience,
+            lost=self._end_waiting,
+        )
+        self._heartbeat.start()
+
+    def part(self) -> None:
+        """Let the others know that this process ends as it should; the holder of the store stays until all others have."""
+        if self._heartbeat is None:
+            return
+        self._heartbeat.say_goodbye()
+        if self._rank == 0 and not held_by_agent():
+            self._heartbeat.wait_for_goodbyes(SECONDS_TO_MEET)
+        self._heartbeat = None
+
+    def _rest(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+            self._heartbeat = None
+
+    def _end_waiting(self, ranks: list[int] | None) -> None:
+        """Say which processes are lost, and end whatever this one waits for. Runs in a thread of the heartbeat's."""
+        silence = (
+            f"no sign of life for {self._patience:g} s: it hangs, its host is down, or its network is cut"
+        )
+        if ranks is None:
+            # Where torchrun does not, rank 0 holds the store.
+            store = (
+                f"The store at {os.environ['MASTER_ADDR']}" if held_by_agent() else "The holder of the store"
+            )
+            host = os.environ["MASTER_ADDR"] if held_by_agent() else self._known.get(0, ("unknown", ""))[0]
+            answer = f"no answer for {self._patience:g} s: it hangs, its host is down, or this host's network is cut"
+            self._noticed = Failure(rank=0, host=host, stage=store, sentence=answer, silent=True)
+        else:
+            host, stage = self._known.get(ranks[0], ("unknown", "A process"))
+            own = Failure(rank=ranks[0], host=host, stage=stage, sentence=silence, silent=True)
+            try:
+                self._noticed = self._within(SECONDS_TO_REPORT, lambda: self._first(own))
+            except TimeoutError:
+                self._noticed = own
+        hosts = [self._known.get(rank, ("", ""))[0] for rank in range(self._size)]
+        here = [
+            rank
+            for rank in range(self._size)
+            if rank not in (ranks or []) and hosts[rank] == hosts[self._rank] and rank != self._noticed.rank
+        ]
+        if self._noticed.silent and self._rank == min(here, default=None):
+            print(self._noticed, file=sys.stderr, flush=True)
+        cut_connections()
+
+    @staticmethod
+    def _within(seconds: float, ask: Callable[[], _Answer]) -> _Answer:
+        """Return what `ask` returns, which asks the store; it may never answer where the network is cut.
+
+        Raises:
+            TimeoutError: there was no answer within `seconds`.
+        """
+        answers: SimpleQueue[_Answer] = SimpleQueue()
+        threading.Thread(target=lambda: answers.put(ask()), daemon=True).start()
+        try:
+            return answers.get(timeout=seconds)
+        except Empty:
+            raise TimeoutError from None
 
     def tell(self, error: BaseException, *, stage: str) -> None:
         """Tell all processes of an error of this one's, and note in it which process of the run failed first.
@@ -65,17 +158,25 @@ class World:
         """
         if first_failure(error) is not None:
             return
+        self._rest()
+        if self._noticed is not None:
+            _mark(error, first=self._noticed, rank=self._rank, lost=[])
+            return
         text = (str(error).splitlines() or [""])[0]
         kind = type(error).__name__
         own = Failure(
             rank=self._rank,
-            host=socket.gethostname(),
+            host=host_name(),
             stage=stage,
             sentence=f"{kind}: {text}" if text else kind,
+            follows=lost_connection(error),
         )
-        first = self._first(own)
-        lost = self._silent() if first == own and lost_connection(error) else []
-        _mark(error, first=first, rank=self._rank, silent=lost)
+        try:
+            first = self._within(SECONDS_TO_MEET, lambda: self._first(own))
+        except TimeoutError:
+            first = own
+        silent = self._silent() if own.follows and first.follows else []
+        _mark(error, first=first, rank=self._rank, lost=[self._lost(rank) for rank in silent])
 
     def meet_after(self, error: BaseException, *, stage: str, step: int) -> None:
         """Connect all processes anew after `error`, which may be another one on each. Collective.
@@ -86,6 +187,10 @@ class World:
         self.tell(error, stage=stage)
         part(error)
         try:
+            if self._noticed is not None:
+                raise MeetingError(
+                    f"{self._noticed}; what it held cannot be put together with the rest, go on from the last checkpoint."
+                )
             self.meet_again(SECONDS_TO_MEET)
             steps = gather_json(step)
             if any(other != steps[0] for other in steps):
@@ -96,7 +201,7 @@ class World:
         except MeetingError as failed:
             first = first_failure(error)
             assert first is not None
-            _mark(failed, first=first, rank=self._rank, silent=[])
+            _mark(failed, first=first, rank=self._rank, lost=[])
             raise
 
     def meet_again(self, patience: float) -> None:
@@ -107,22 +212,29 @@ class World:
         Raises:
             MeetingError: another process did not come.
         """
-        leave()
+        self._rest()
+        _disconnect()
         self._meetings += 1
         key = f"present/{self._meetings}"
         try:
             self._store.set(f"{key}/{self._rank}", "")
             everyone = [f"{key}/{rank}" for rank in range(self._size)]
             self._store.wait(everyone, timedelta(seconds=patience))
-            connections = dist.PrefixStore(f"connections/{self._meetings}", self._store)
-            dist.init_process_group(
-                "gloo", store=connections, rank=self._rank, world_size=self._size, timeout=self._timeout
-            )
+            self.connect()
         except RuntimeError as error:
             raise MeetingError(
                 f"Not all {self._size} processes met again within {patience:g} s of a failure, so what they hold cannot "
                 "be put together; go on from the last checkpoint."
             ) from error
+
+    def connect(self) -> None:
+        """Make the connections to all processes, and begin to watch for lost ones. Collective."""
+        connections = dist.PrefixStore(f"connections/{self._meetings}", self._store)
+        with noting_connections():
+            dist.init_process_group(
+                "gloo", store=connections, rank=self._rank, world_size=self._size, timeout=self._timeout
+            )
+        self.watch()
 
     def _first(self, own: Failure) -> Failure:
         """Report this process's failure and return the one that came first, which may be this one."""
@@ -135,6 +247,11 @@ class World:
             gone = Failure(rank=0, host="unknown", stage="The process", sentence="it is gone")
             return own if self._rank == 1 else gone
         return Failure(**json.loads(first))
+
+    def _lost(self, rank: int) -> str:
+        """Return what is to be said of a process that ended without a word."""
+        host, stage = self._known.get(rank, ("unknown", "A process"))
+        return f"{stage} (rank {rank}, host {host}) ended without a word: it was killed, or its host is out of reach."
 
     def _silent(self) -> list[int]:
         """Return the ranks that report no failure within a moment of another's: they were killed or are unreachable."""
@@ -154,10 +271,18 @@ class World:
 _entered: dict[tuple[str | None, ...], World] = {}
 
 
-def enter(*, rank: int, size: int, timeout: timedelta) -> World:
+def enter(
+    *, rank: int, size: int, timeout: timedelta, patience: float = 15.0, interface: str | None = None
+) -> World:
     """Return the world that MASTER_ADDR and MASTER_PORT name, connected. Collective.
 
-    After a failure the processes meet over the same store as before.
+    After a failure the processes meet over the same store as before. Connections go through `interface`; None takes the
+    one from which the other hosts are reached.
+
+    Raises:
+        MeetingError: not all processes came.
+        AgreementError: the processes run other versions.
+        InterfaceError: there is no such interface, or none that leads to the other hosts.
     """
     address = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     world = _entered.get(address)
@@ -165,23 +290,30 @@ def enter(*, rank: int, size: int, timeout: timedelta) -> World:
         if not dist.is_initialized():
             world.meet_again(timeout.total_seconds())
         return world
-    # torchrun may keep one store for all its attempts: what an earlier one left there leads nowhere.
-    attempt = f"hybridop/attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if dist.is_initialized():
         # Somebody else has connected them. A private name of torch, for want of a public one.
-        store = dist.PrefixStore(attempt, dist.distributed_c10d._get_default_store())
+        store: dist.Store = dist.PrefixStore("hybridop", dist.distributed_c10d._get_default_store())
+        world = World(store, rank=rank, size=size, timeout=timeout, patience=patience)
+        world.watch()
     else:
-        shared, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
-        store = dist.PrefixStore(attempt, shared)
-        first = dist.PrefixStore("connections/0", store)
-        dist.init_process_group("gloo", store=first, rank=rank, world_size=size, timeout=timeout)
-    world = World(store, rank=rank, size=size, timeout=timeout)
+        store = meeting_store(rank=rank, size=size, timeout=timeout)
+        check_versions(store, rank=rank, size=size)
+        os.environ["GLOO_SOCKET_IFNAME"] = choose_interface(store, rank=rank, size=size, wanted=interface)
+        world = World(store, rank=rank, size=size, timeout=timeout, patience=patience)
+        world.connect()
+    world.introduce("A process")
     _entered[address] = world
     return world
 
 
 def leave() -> None:
     """Leave the process group; processes that wait for this one see their connections close at once."""
+    for world in _entered.values():
+        world.part()
+    _disconnect()
+
+
+def _disconnect() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -199,7 +331,7 @@ def part(error: BaseException) -> None:
                     frame.clear()
                 except RuntimeError:  # still running, further up
                     continue
-    leave()
+    _disconnect()
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -222,15 +354,22 @@ def first_failure(error: BaseException) -> Failure | None:
     return found if isinstance(found, Failure) else None
 
 
-def _mark(error: BaseException, *, first: Failure, rank: int, silent: list[int]) -> None:
-    """Note in `error`, for whoever prints or catches it, which process of the run failed first."""
+def told_of_lost(error: BaseException) -> list[str]:
+    """Return a sentence for each process that ended without a word and so led to `error`."""
+    found = getattr(error, "_hybridop_lost", [])
+    return found if isinstance(found, list) else []
+
+
+def _mark(error: BaseException, *, first: Failure, rank: int, lost: list[str]) -> None:
+    """Note in `error`, for whoever prints or catches it, which process of the run failed first, and which are lost."""
     error.__dict__["_hybridop_first_failure"] = first
+    error.__dict__["_hybridop_lost"] = lost
     if first.rank == rank:
         error.add_note(f"This was {first.stage}, rank {first.rank} on host {first.host}.")
     else:
         error.add_note(f"{first}")
-    for lost in silent:
-        error.add_note(f"Rank {lost} ended without a word: it was killed, or its host is out of reach.")
+    for sentence in lost:
+        error.add_note(sentence)
 
 
 def speak_once(rank: int, host: str, *, speaks_for_host: bool) -> None:
@@ -246,8 +385,8 @@ def speak_once(rank: int, host: str, *, speaks_for_host: bool) -> None:
         first = first_failure(error)
         if first is None or first.rank == rank:
             previous(kind, error, trace)  # type: ignore[arg-type]  # a traceback, whose type typeshed calls otherwise
-        elif first.host != host and speaks_for_host:
-            print(first, file=sys.stderr)
+        elif first.host != host and speaks_for_host and not first.silent:  # else it has been said
+            print(*(told_of_lost(error) or [str(first)]), sep="\n", file=sys.stderr)
 
     hook.speaks_once = True  # type: ignore[attr-defined]
     sys.excepthook = hook

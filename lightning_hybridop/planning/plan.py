@@ -29,7 +29,7 @@ _FIGURES = ("predicted", "measured")
 
 _HEADER = """\
 # A stage runs the blocks `first` to `last` - 1 as zo (learns from perturbations), bp (back-propagates) or frozen
-# (learns nothing). It may also have a name, a device, a dtype, an executor and its weights, a wire (how its hidden
+# (learns nothing). It may also have a name, a host, a device, a dtype, an executor and its weights, a wire (how its hidden
 # states travel to the next stage), and relative times: speed, backward, transfer."""
 
 
@@ -41,7 +41,7 @@ class PlanError(ValueError):
 class Stage:
     """One device's contiguous range `[first, last)` of transformer blocks.
 
-    `name` is that of the cluster's device it was planned for. `executor` runs its blocks: torch, or an inference
+    `name` is that of the cluster's device it was planned for, `host` the host that runs it (None: whichever). `executor` runs its blocks: torch, or an inference
     runtime where nothing back-propagates, which may keep its frozen `weights` as int8. `dtype` is what frozen weights
     are cast to, in a runtime the precision of its arithmetic (None: left as loaded). `wire` is how its hidden states
     travel to the next stage (None: in the dtype that they have); gradients come back over such a link in bfloat16.
@@ -53,6 +53,7 @@ class Stage:
     last: int
     role: Role = "bp"
     name: str | None = None
+    host: str | None = None
     device: str = "cpu"
     dtype: DTypeName | None = None
     executor: ExecutorName = "torch"
@@ -336,6 +337,8 @@ def _check_stage(index: int, stage: Any) -> None:
         raise PlanError(
             f"{where}.name: found {stage.name!r}, expected the name of one of the cluster's devices."
         )
+    if stage.host is not None and (not isinstance(stage.host, str) or not stage.host.strip()):
+        raise PlanError(f"{where}.host: found {stage.host!r}, expected the name of a host.")
     check_number(f"{where}.speed", stage.speed, error=PlanError)
     for name in ("backward", "transfer"):
         check_number(f"{where}.{name}", getattr(stage, name), error=PlanError, above=False)

@@ -2,6 +2,6 @@
 
 from lightning_hybridop.reporting.gantt import draw_timeline
 from lightning_hybridop.reporting.perfetto import write_trace
-from lightning_hybridop.reporting.tables import Change, plan_table, run_summary
+from lightning_hybridop.reporting.tables import Change, lost_time_table, plan_table, run_summary
 
-__all__ = ["Change", "draw_timeline", "plan_table", "run_summary", "write_trace"]
+__all__ = ["Change", "draw_timeline", "lost_time_table", "plan_table", "run_summary", "write_trace"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -136,3 +137,23 @@ def _add_change(table: Table, name: str, change: Change, form: str, change_form:
 
 def _number(value: float | None, form: str) -> str:
     return UNKNOWN if value is None else form.format(value)
+
+
+def lost_time_table(lost: Mapping[str, Any]) -> RenderableType:
+    """Return what an interruption cost, line by line; `lost` has the fields of `callbacks.LostTime`."""
+    steps = lost["replayed_steps"]
+    rows = {
+        "detection": "from the last step until the failure was noticed",
+        "restart": "until the processes were started again",
+        "start_up": "imports, data and model",
+        "planning": "the plan",
+        "reload": "cutting the model, connecting, reading the checkpoint",
+        "replay": f"{steps} step{'' if steps == 1 else 's'} taken again",
+    }
+    table = Table(title="Time lost", title_justify="left", box=box.SIMPLE_HEAD, show_footer=True)
+    table.add_column("", footer="all")
+    table.add_column("seconds", justify="right", footer=f"{sum(lost[name] for name in rows):.1f}")
+    table.add_column("", footer=lost["reason"])
+    for name, meaning in rows.items():
+        table.add_row(name.replace("_", "-"), f"{lost[name]:.1f}", meaning)
+    return table

@@ -22,6 +22,8 @@ def _npu_module(devices: int) -> ModuleType:
         device_count=Mock(return_value=devices),
         is_available=Mock(return_value=devices > 0),
         memory_stats=Mock(return_value={"allocated_bytes.all.current": 7}),
+        mem_get_info=Mock(return_value=(3, 4)),
+        utilization=Mock(return_value=50),
     )
     return module
 

@@ -9,6 +9,8 @@ from lightning.pytorch import Trainer
 from lightning_hybridop.accelerators import NPUAccelerator, npu_problem, register
 from lightning_hybridop.accelerators import npu as npu_module
 from lightning_hybridop.accelerators.npu import load_npu
+from lightning_hybridop.devices.host import available_memory, has_bfloat16
+from lightning_hybridop.devices.npu_smi import NpuReading
 
 
 @pytest.mark.usefixtures("not_installed")
@@ -49,10 +51,61 @@ def test_with_npus_it_is_available_and_uses_torch_npu(npu: Mock) -> None:
     accelerator = NPUAccelerator()
     accelerator.setup_device(device)
     npu.set_device.assert_called_once_with(device)
-    assert accelerator.get_device_stats(device) == {"allocated_bytes.all.current": 7}
+    assert accelerator.get_device_stats(device)["allocated_bytes.all.current"] == 7
     npu.memory_stats.assert_called_once_with(device)
     accelerator.teardown()
     npu.empty_cache.assert_called_once_with()
+
+
+def test_statistics_hold_what_torch_npu_and_the_driver_tool_say(
+    npu: Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = tuple(
+        NpuReading(
+            chip=chip,
+            name="310B4",
+            health="OK",
+            power=10.5 + chip,
+            temperature=60.0,
+            core_percent=None,
+            memory_used=1.0,
+            memory_total=2.0,
+        )
+        for chip in range(2)
+    )
+    monkeypatch.setattr(npu_module, "npu_readings", lambda: readings)
+    assert NPUAccelerator().get_device_stats(torch.device("npu", 1)) == {
+        "allocated_bytes.all.current": 7,
+        "npu_memory_free": 3,
+        "npu_memory_total": 4,
+        "npu_utilization": 50,
+        "npu_power": 11.5,
+        "npu_temperature": 60.0,
+    }
+
+
+def test_statistics_that_cannot_be_read_are_left_out(npu: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(npu_module, "npu_readings", lambda: ())
+    npu.memory_stats.side_effect = RuntimeError("driver")
+    npu.utilization.side_effect = RuntimeError("driver")
+    del npu.mem_get_info
+    assert NPUAccelerator().get_device_stats(torch.device("npu", 0)) == {}
+
+
+def test_the_memory_of_an_npu_is_what_is_free(npu: Mock) -> None:
+    assert available_memory(torch.device("npu", 0)) == 3.0
+    del npu.mem_get_info
+    npu.get_device_properties.return_value.total_memory = 4
+    assert available_memory(torch.device("npu", 0)) == 4.0
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("Ascend310B4", False), ("Ascend310P3", False), ("Ascend910B3", True)]
+)
+def test_npus_of_the_310_series_have_no_bfloat16(npu: Mock, name: str, expected: bool) -> None:
+    npu.get_device_name.return_value = name
+    assert has_bfloat16(torch.device("npu", 0)) is expected
+    assert has_bfloat16(torch.device("cpu"))
 
 
 @pytest.mark.usefixtures("npu")
