@@ -138,19 +138,22 @@ class World:
 
     def _end_without_store(self, seconds: float) -> None:
         """Say that the store is out of reach, and end what this one waits for. Runs in a thread of the heartbeat's."""
-        silent = f"has not answered for {seconds:g} s: {HANGS}, or this host's own is"
-        if held_by_agent():
-            place = os.environ["MASTER_ADDR"]
-            self._noticed = Failure(
-                rank=0,
-                host=place,
-                stage="torchrun's store",
-                sentence=silent if seconds else f"is gone: look at torchrun on {place}",
-                silent=True,
-            )
-        else:
-            self._noticed = self._silence(0, silent if seconds else ENDED)
+        self._noticed = self._without_store(seconds)
         self._end_waiting()
+
+    def _without_store(self, seconds: float) -> Failure:
+        """Return what is wrong with the holder of the store, which has not answered for `seconds`, or is gone if that is 0."""
+        silent = f"has not answered for {seconds:g} s: {HANGS}, or this host's own is"
+        if not held_by_agent():
+            return self._silence(0, silent if seconds else ENDED)
+        place = os.environ["MASTER_ADDR"]
+        return Failure(
+            rank=0,
+            host=place,
+            stage="torchrun's store",
+            sentence=silent if seconds else f"is gone: look at torchrun on {place}",
+            silent=True,
+        )
 
     def _silence(self, rank: int, sentence: str) -> Failure:
         host, stage = self._known.get(rank, ("unknown", "A process"))
@@ -207,9 +210,11 @@ class World:
         )
         try:
             first = self._within(SECONDS_TO_MEET, lambda: self._first(own))
+            silent = self._within(SECONDS_TO_MEET, self._silent) if own.follows and first.follows else []
         except TimeoutError:
-            first = own
-        silent = self._silent() if own.follows and first.follows else []
+            # What the connections failed of, then, is that network.
+            first = self._noticed = self._without_store(SECONDS_TO_MEET)
+            silent = []
         self._gone.update(silent)
         _mark(error, first=first, rank=self._rank, lost=[f"{self._silence(rank, ENDED)}." for rank in silent])
 
