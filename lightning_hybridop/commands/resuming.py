@@ -4,6 +4,7 @@ import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -54,8 +55,8 @@ def newest_checkpoint(folder: Path) -> Found | None:
             check_whole(path)
             # The file of another run may lie here: nothing in it may run code.
             step = int(torch.load(path, map_location="meta", weights_only=True)["global_step"])
-        except (CheckpointError, KeyError, RuntimeError, ValueError, OSError) as error:
-            print(f"{path} is left out: {error}", flush=True)
+        except (CheckpointError, UnpicklingError, KeyError, RuntimeError, ValueError, OSError) as error:
+            print(f"{path} is left out: {str(error).splitlines()[0]}", flush=True)
             continue
         found.append(Found(path=path, step=step))
     return max(found, key=lambda one: (one.step, one.path.stat().st_mtime), default=None)

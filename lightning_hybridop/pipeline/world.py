@@ -30,6 +30,9 @@ SECONDS_TO_REPORT = 2.0
 """How long the first one to fail waits for the others' word before it calls them lost."""
 
 
+SECONDS_TO_ANSWER = 4.0
+"""How long a process that has failed waits for an answer of the store."""
+
 HANGS = "it hangs, its host is down, or its network is cut"
 ENDED = "ended without a word: it was killed, or its host is out of reach"
 
@@ -209,12 +212,12 @@ class World:
             follows=lost_connection(error),
         )
         try:
-            first = self._within(SECONDS_TO_MEET, lambda: self._first(own))
-            silent = self._within(SECONDS_TO_MEET, self._silent) if own.follows and first.follows else []
+            first = self._within(SECONDS_TO_ANSWER, lambda: self._first(own))
+            silent = self._within(SECONDS_TO_ANSWER, self._silent) if own.follows and first.follows else []
         except TimeoutError:
-            # What the connections failed of, then, is that network.
-            first = self._noticed = self._without_store(SECONDS_TO_MEET)
-            silent = []
+            self._noticed = self._without_store(SECONDS_TO_ANSWER)
+            # A lost connection is then due to the same network.
+            first, silent = self._noticed if own.follows else own, []
         self._gone.update(silent)
         _mark(error, first=first, rank=self._rank, lost=[f"{self._silence(rank, ENDED)}." for rank in silent])
 
