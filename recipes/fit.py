@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from omegaconf import DictConfig
 from rich.console import Console
 
-from lightning_hybridop.callbacks import ComuTi, PeakMemory, Recovery
+from lightning_hybridop.callbacks import ComuTi, Energy, PeakMemory, Recovery
 from lightning_hybridop.commands.parts import factory, run_module, run_plan, run_strategy
 from lightning_hybridop.commands.resuming import AUTO, METRICS, join_metrics, set_metrics_aside
 from lightning_hybridop.planning.plan import save_plan
@@ -84,9 +84,13 @@ def fit(config: DictConfig, folder: Path) -> None:
         "comu_ti": means.comu_ti,
         "comu_ti_per_stage": means.comu_ti_per_stage,
         "peak_memory_mib": memory.per_stage_mib,
+        "sent_mib_per_mini_batch": strategy.sent_mib,
         "seconds": time.perf_counter() - started,
         "lost_time": None if recovery.lost is None else asdict(recovery.lost),
     }
+    energy = next((callback.report for callback in chosen if isinstance(callback, Energy)), None)
+    if energy is not None:
+        summary["energy"] = asdict(energy)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     console = Console()
     console.print(
@@ -100,8 +104,11 @@ def fit(config: DictConfig, folder: Path) -> None:
             samples_per_second=means.samples_per_second,
             comu_ti=means.comu_ti_per_stage,
             peak_memory_mib=memory.per_stage_mib,
+            sent_mib=strategy.sent_mib or None,
         )
     )
+    if energy is not None:
+        console.print(str(energy), soft_wrap=True, highlight=False)
     if recovery.lost is not None:
         console.print(lost_time_table(asdict(recovery.lost)))
     console.print(f"All files of this run: {folder}", soft_wrap=True, highlight=False)

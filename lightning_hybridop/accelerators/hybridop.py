@@ -8,6 +8,7 @@ from lightning.fabric.utilities.types import _DEVICE
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
 
 from lightning_hybridop.accelerators.npu import NPUAccelerator
+from lightning_hybridop.devices.jetson import board_power, gpu_load, jetson_model, unified_memory
 from lightning_hybridop.planning.plan import Role
 
 
@@ -42,8 +43,21 @@ class HybridOPAccelerator(Accelerator):
         _accelerator(self.compute_device()).teardown()
 
     def get_device_stats(self, device: _DEVICE) -> dict[str, Any]:
-        """Return the statistics that the accelerator of `device`'s own type gives."""
-        return _accelerator(torch.device(device)).get_device_stats(device)
+        """Return the statistics that the accelerator of `device`'s own type gives.
+
+        On a Jetson `jetson_gpu_load` (of 1), `jetson_power` (W) and `jetson_memory_available` (bytes) come with them.
+        """
+        device = torch.device(device)
+        stats = _accelerator(device).get_device_stats(device)
+        if device.type == "cuda" and jetson_model() is not None:
+            memory = unified_memory()
+            read = {
+                "jetson_gpu_load": gpu_load(),
+                "jetson_power": board_power(),
+                "jetson_memory_available": memory and memory[0],
+            }
+            stats |= {name: value for name, value in read.items() if value is not None}
+        return stats
 
     @staticmethod
     def parse_devices(devices: int | str) -> int:

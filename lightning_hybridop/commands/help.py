@@ -103,6 +103,7 @@ _PLAN_OPTIONS = """\
   exit_queries=<Q'>               further perturbations that leave at the last zo stage; auto: likewise
   estimator=loss|boundary|adjoint    how zo stages learn: differences of the loss; the gradient that the first bp stage
                                   sends back, where perturbations end at the last zo stage; or exact gradients
+  wire=bfloat16|float16|int8      how hidden states travel from stage to stage
   objective=makespan|paper        what is minimised: the estimated iteration time, or the published formula
   use_all=true                    leave no device out
 """
@@ -177,6 +178,7 @@ DAPPLE, Asteroid and HybridOP. Writes comparison.csv, comparison.json and compar
   queries=<Q>                     perturbations per micro-batch
   exit_queries=<Q'>               further perturbations that leave at the last zo stage
   estimator=loss|boundary|adjoint    how zo stages learn in HybridOP; the other two have a row each
+  wire=bfloat16|float16|int8      how hidden states travel in HybridOP; all other methods send them as they are
 """
     + _COMMON
     + """\

@@ -9,6 +9,8 @@ from typing import Any
 import psutil
 import torch
 
+from lightning_hybridop.devices.jetson import jetson_model, unified_memory
+
 
 class NoDeviceError(RuntimeError):
     """A device that this machine does not have; the message names it."""
@@ -68,7 +70,9 @@ def device_name(device: torch.device) -> str:
 def available_memory(device: torch.device) -> float:
     """Return the bytes that a process can have on a device; asks the driver's runtime, never NVML."""
     if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
+        # A Jetson's GPU shares the memory that Linux gives away, page cache included, of which CUDA counts less as free.
+        shared = unified_memory() if jetson_model() is not None else None
+        return float(torch.cuda.mem_get_info(device)[0]) if shared is None else shared[0]
     if device.type == "npu" and (npu := torch_npu()) is not None:
         try:
             return float(npu.mem_get_info(device)[0])

@@ -1,3 +1,4 @@
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -5,7 +6,9 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 
+import lightning_hybridop
 from lightning_hybridop.accelerators import HybridOPAccelerator, NPUAccelerator, default_role, register
+from lightning_hybridop.devices.host import available_memory
 
 
 def test_npu_stages_estimate_and_all_others_back_propagate() -> None:
@@ -82,3 +85,32 @@ def test_the_trainer_finds_it_by_name() -> None:
     trainer = Trainer(accelerator="hybridop", devices="auto", logger=False, enable_checkpointing=False)
     assert isinstance(trainer.accelerator, HybridOPAccelerator)
     assert trainer.strategy.root_device == torch.device("cpu")
+
+
+def test_a_jetson_s_gpu_has_its_rails_load_and_memory_beside_torch_s_statistics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = "lightning_hybridop.accelerators.hybridop"
+    monkeypatch.setattr(f"{module}.CUDAAccelerator.get_device_stats", lambda *_: {"allocated": 1})
+    gpu = torch.device("cuda", 0)
+    assert HybridOPAccelerator().get_device_stats(gpu) == {"allocated": 1}
+    monkeypatch.setattr(f"{module}.jetson_model", lambda: "NVIDIA Jetson Orin NX")
+    monkeypatch.setattr(f"{module}.gpu_load", lambda: 0.25)
+    monkeypatch.setattr(f"{module}.board_power", lambda: None)
+    monkeypatch.setattr(f"{module}.unified_memory", lambda: (7.0, 8.0))
+    assert HybridOPAccelerator().get_device_stats(gpu) == {
+        "allocated": 1,
+        "jetson_gpu_load": 0.25,
+        "jetson_memory_available": 7.0,
+    }
+    monkeypatch.setattr("lightning_hybridop.devices.host.jetson_model", lambda: "NVIDIA Jetson Orin NX")
+    monkeypatch.setattr("lightning_hybridop.devices.host.unified_memory", lambda: (7.0, 8.0))
+    assert available_memory(gpu) == 7.0
+
+
+def test_nothing_of_the_package_asks_nvml() -> None:
+    package = Path(lightning_hybridop.__file__).parent
+    for path in package.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        for asked in ("pynvml", "cuda.utilization", "cuda.power_draw", "cuda.temperature", "nvidia-smi"):
+            assert asked not in text, path
