@@ -174,8 +174,8 @@ def _stage(notes: _Notes, config: DictConfig, plan: Plan | None) -> Stage | None
     def place() -> str:
         assert plan is not None
         check_process_count(plan, ranks=len(hosts))
-        wanted = [None if config.plan == AUTO else stage.host for stage in plan.stages]
-        index = ranks_on_hosts(wanted, hosts).index(dist.get_rank())
+        wanted = [None if config.plan == AUTO else stage.host for stage in plan.stages * plan.replicas]
+        index = ranks_on_hosts(wanted, hosts).index(dist.get_rank()) % len(plan.stages)
         found.append(plan.stages[index])
         return f"stage {index}: {found[0].role}, blocks {found[0].block_range}"
 

@@ -128,19 +128,19 @@ def host_commands(config: DictConfig, overrides: Sequence[str]) -> list[HostComm
 
 
 def processes_on_hosts(hosts: Hosts, plan: Plan, *, measured: bool) -> Counter[str]:
-    """Return how many processes each host runs: one for each of the plan's stages there.
+    """Return how many processes each host runs: one for each of the plan's stages there and replica.
 
     Raises ConfigurationError for a stage without a host, or on one that is not in the hosts file.
     """
     if measured:
-        return Counter({host.name: len(host.devices) for host in hosts.hosts})
+        return Counter({host.name: len(host.devices) * plan.replicas for host in hosts.hosts})
     known = [host.name for host in hosts.hosts]
     for index, stage in enumerate(plan.stages):
         if stage.host not in known:
             raise ConfigurationError(
                 f"stages[{index}].host: found {stage.host}, expected one of the hosts file's ({', '.join(known)})."
             )
-    return Counter(str(stage.host) for stage in plan.stages)
+    return Counter(str(stage.host) for stage in plan.stages * plan.replicas)
 
 
 def _handed_on(config: DictConfig, overrides: Sequence[str]) -> list[str]:

@@ -29,8 +29,8 @@ ROOT = Path(__file__).parents[2]
 CPU = {"device": "cpu", "profile": "jetson-orin-nano-8gb"}
 FILE = {
     "hosts": [
-        {"name": "nano", "address": "127.0.0.2", "ssh": "me@nano", "interface": "lo", "devices": [CPU]},
-        {"name": "nx", "address": "127.0.0.3", "folder": "my runs", "devices": [CPU, CPU]},
+        {"name": "nano", "address": "127.0.0.2", "ssh": "me@nano", "interface": "lo", "devices": [{**CPU}]},
+        {"name": "nx", "address": "127.0.0.3", "folder": "my runs", "devices": [{**CPU}, {**CPU}]},
     ],
     "efficiency": 0.4,
 }
@@ -113,6 +113,14 @@ def test_with_a_measured_plan_every_device_has_a_process(
     text = capsys.readouterr().out
     assert "--nproc-per-node 2" in text
     assert text.count("-m lightning_hybridop doctor recipe=quickstart plan=auto 'hosts=") == 2
+
+
+def test_every_replica_has_processes_of_its_own(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", f"hosts={file}", *OPTIONS, "strategy.replicas=2"]) == 0
+
+    out = capsys.readouterr().out
+    assert "# nano (127.0.0.2), 2 processes:" in out
+    assert "# nx (127.0.0.3), 4 processes:" in out
 
 
 @pytest.mark.parametrize(

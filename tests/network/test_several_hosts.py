@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from lightning_hybridop import Plan, Stage, even_plan, save_plan
+from lightning_hybridop.cli import main
+from tests.distributed.harness import run_ranks
 from tests.network import namespaces
 from tests.network.namespaces import Lan, lan
 
@@ -101,7 +103,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     folder = tmp_path_factory.mktemp("local")
     save_plan(LOCAL_PLAN, folder / "plan.yaml")
     options = (*FIT, f"plan={folder / 'plan.yaml'}", f"folder={folder / 'run'}")
-    run_all([torchrun(2, *options, nodes=1, endpoint="127.0.0.1:0")])
+    assert run_ranks(main, 2, options) == [0, 0]
     return losses(folder / "run")
 
 

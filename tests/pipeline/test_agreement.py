@@ -108,7 +108,7 @@ def _both(action: Callable[[int], None]) -> str:
 
 
 class Model(nn.Module):
-    def __init__(self, *, width: int = 4, trained: bool = True) -> None:
+    def __init__(self, *, width: int = 20, trained: bool = True) -> None:
         super().__init__()
         self.first = nn.Linear(3, width, bias=False)
         self.second = nn.Linear(width, 2).requires_grad_(trained)
@@ -148,7 +148,7 @@ def _compare(folder: str) -> list[str]:
         check_facts({"epochs": "3"} | ({} if rank == 1 else {"file": "7"}), "configuration")
 
     def shapes(rank: int) -> None:
-        check_facts(model_facts(_model(width=5 if rank == 2 else 4)), "model")
+        check_facts(model_facts(_model(width=5 if rank == 2 else 20)), "model")
 
     def trained(rank: int) -> None:
         check_facts(model_facts(_model(trained=rank != 0)), "model")
@@ -208,7 +208,7 @@ def test_every_rank_says_the_same_about_what_differs(tmp_path: Path) -> None:
         f"The ranks do not have the same configuration: steps is 8 on ranks 0, 2 (hosts nano, nx) and 7 on rank 1 (host nano); "
         f"{options}",
         same,
-        "The ranks do not have the same model: the shape of first.weight is [4,3] on ranks 0-1 (host nano) and [5,3] on rank 2 "
+        "The ranks do not have the same model: the shape of first.weight is [20,3] on ranks 0-1 (host nano) and [5,3] on rank 2 "
         f"(host nx); {options}",
         "The ranks do not have the same model: the number of trainable parameters is 1 on rank 0 (host nano) and 3 on ranks 1-2 "
         f"(hosts nano, nx); {options}",

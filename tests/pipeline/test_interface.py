@@ -170,3 +170,8 @@ def test_ranks_are_named_as_a_person_would() -> None:
     assert grouped({0: "1", 1: "2", 2: "1", 3: "3"}, hosts) == (
         "1 on ranks 0, 2 (hosts a, b), 2 on rank 1 (host a) and 3 on rank 3 (host c)"
     )
+
+
+def test_a_plan_names_hosts_only_where_there_are_several() -> None:
+    assert interface.hosts_to_name(["nano", "nano"]) == [None, None]
+    assert interface.hosts_to_name(["nano", "nx", "nano"]) == ["nano", "nx", "nano"]
