@@ -1,7 +1,7 @@
 """Puts together what one process runs of a pipeline: its part of the model, its neighbours, its engine."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -12,11 +12,12 @@ from torch import nn
 from lightning_hybridop.pipeline.anatomy import Anatomy, CutError, find_language_model
 from lightning_hybridop.pipeline.emulation import Emulation, Pace, PacedChannel
 from lightning_hybridop.pipeline.engine import Engine
-from lightning_hybridop.pipeline.exchange import clock_offset
+from lightning_hybridop.pipeline.exchange import clock_offset, gather_json
 from lightning_hybridop.pipeline.executors import install_for
 from lightning_hybridop.pipeline.grouping import Grouping, common_grouping, grouping_of
 from lightning_hybridop.pipeline.model_calls import ModelCalls
 from lightning_hybridop.pipeline.ownership import block_dtype, frozen_dtype, owned_parameters
+from lightning_hybridop.pipeline.packing import DTYPES
 from lightning_hybridop.pipeline.replicas import Replicas
 from lightning_hybridop.pipeline.stage import StageModel
 from lightning_hybridop.pipeline.transport import Channel
@@ -75,7 +76,8 @@ def assemble(
     _check_exit(plan, anatomy, owned[-1])
     model = stage_model(module, anatomy, plan=plan, stage=stage)
     own_dtype = block_dtype(module.get_submodule(f"{anatomy.blocks_name}.{plan.stages[stage].first}"))
-    dtypes = gather_in_order(own_dtype, rank_of_stage)
+    names = gather_in_order(str(own_dtype).removeprefix("torch."), rank_of_stage)
+    dtypes = [DTYPES[name] for name in names]
     estimates = plan.stages[stage].role == "zo"
     zo_parameters = {
         name: parameter
@@ -85,7 +87,7 @@ def assemble(
     names = [f"{anatomy.blocks_name}.{i}" for i in range(plan.stages[stage].first, plan.stages[stage].last)]
     blocks = {name: module.get_submodule(name) for name in names}
     factors, own_grouping = grouping_of(module, blocks, zo_parameters, width=anatomy.width)
-    groupings = gather_in_order(own_grouping, rank_of_stage)
+    groupings = [Grouping(**values) for values in gather_in_order(asdict(own_grouping), rank_of_stage)]
     grouping = common_grouping(groupings, zo_stages=plan.zo_stages)
     plan = _within_grouping(plan, grouping, notice)
     install_for(model, plan.stages[stage], estimator=plan.estimator)
@@ -144,11 +146,9 @@ def stage_model(module: nn.Module, anatomy: Anatomy, *, plan: Plan, stage: int) 
 
 
 def gather_in_order(value: Any, rank_of_stage: list[int]) -> list[Any]:
-    """Return every stage's `value`, on every rank. Collective."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    gathered: list[Any] = [value] * ranks
-    if ranks > 1:
-        dist.all_gather_object(gathered, value)
+    """Return every stage's `value`, plain containers as JSON has them, on every rank. Collective."""
+    together = dist.is_initialized() and dist.get_world_size() > 1
+    gathered = gather_json(value) if together else [value]
     return [gathered[rank] for rank in rank_of_stage]
 
 

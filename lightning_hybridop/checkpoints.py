@@ -1,7 +1,11 @@
 """Checkpoints of plain containers, in files that appear whole or not at all."""
 
 import os
+import pickle
+import re
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +66,24 @@ def check_whole(path: str | Path) -> None:
         raise CheckpointError(
             f"{path} is not a whole checkpoint ({found}); go on from an earlier one, or start without it."
         )
+
+
+@contextmanager
+def code_refused(path: str | Path) -> Iterator[None]:
+    """Inside the block, say in one sentence which file it was when loading refuses what could run code.
+
+    Raises:
+        CheckpointError: in the place of what torch raises.
+    """
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+) (?:was|whose)", str(error))
+        what = f"asks for {found[1]}" if found else "holds more than plain containers and tensors"
+        raise CheckpointError(
+            f"{path} {what}, which could run code while it is loaded; if you trust whoever wrote it, pass weights_only=False to "
+            "the Trainer's method, else do not use it."
+        ) from error
 
 
 def _damage(path: Path) -> str | None:

@@ -37,7 +37,12 @@ from lightning_hybridop.accelerators.npu import load_npu
 from lightning_hybridop.assembly import Assembly, assemble, gather_in_order, stage_model
 from lightning_hybridop.auto_plan import place_by_measuring
 from lightning_hybridop.averaging import complete_averages, cut_averages
-from lightning_hybridop.checkpoints import WholeCheckpointIO, check_whole, with_plain_hyper_parameters
+from lightning_hybridop.checkpoints import (
+    WholeCheckpointIO,
+    check_whole,
+    code_refused,
+    with_plain_hyper_parameters,
+)
 from lightning_hybridop.configurations import configuration_facts
 from lightning_hybridop.devices.host import is_forward_only
 from lightning_hybridop.estimation.directions import Distribution
@@ -77,6 +82,7 @@ from lightning_hybridop.pipeline.estimates import EstimatorSettings
 from lightning_hybridop.pipeline.exchange import (
     broadcast_json,
     broadcast_nested,
+    broadcast_object,
     check_same_batch,
     gather_json,
     gather_numbers,
@@ -1133,9 +1139,10 @@ class HybridOPStrategy(ParallelStrategy):
         if self.global_rank == reader:
             if Path(checkpoint_path).is_file():
                 check_whole(checkpoint_path)
-            checkpoint = super().load_checkpoint(
-                checkpoint_path, True if weights_only is None else weights_only
-            )
+            with code_refused(checkpoint_path):
+                checkpoint = super().load_checkpoint(
+                    checkpoint_path, True if weights_only is None else weights_only
+                )
         loaded: dict[str, Any] = self.broadcast(checkpoint, src=reader)
         self._running_exit_loss = loaded.get(RUNNING_EXIT_LOSS)
         module = self._lightning_module
@@ -1225,9 +1232,7 @@ class HybridOPStrategy(ParallelStrategy):
         self._meet_after_failure()
         if self.world_size == 1 or not dist.is_initialized():
             return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
+        return broadcast_object(obj, source=src)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:

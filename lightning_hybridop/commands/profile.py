@@ -19,10 +19,11 @@ from transformers import LlamaConfig, PretrainedConfig
 from lightning_hybridop.commands.configuration import ConfigurationError, compose_runs, shipped_folder
 from lightning_hybridop.commands.failures import RunError
 from lightning_hybridop.commands.launch import local_processes
-from lightning_hybridop.devices.cache import load_measured, measured_path, save_measured
+from lightning_hybridop.devices.cache import load_measured, measured_from_dict, measured_path, save_measured
 from lightning_hybridop.devices.host import best_device, named_device
 from lightning_hybridop.devices.measure import Measured, measure, measured_profile, measured_setting, steps
 from lightning_hybridop.modules.language_models import SMOLLM2, load_configuration
+from lightning_hybridop.pipeline.exchange import gather_json
 from lightning_hybridop.pipeline.links import MeasuredLink, measure_links
 from lightning_hybridop.planning.fields import check_whole
 from lightning_hybridop.planning.workload import DTYPE_BYTES, workload_from_dict
@@ -126,11 +127,10 @@ def model_configuration(name: str) -> PretrainedConfig:
 def _profile_ranks(config: DictConfig, folder: Path | None) -> None:
     dist.init_process_group("gloo")
     try:
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
         measured, _ = measured_here(config, Console(stderr=True, quiet=rank > 0))
         links = measure_links()
-        everywhere: list[Measured] = [measured] * world
-        dist.all_gather_object(everywhere, measured)
+        everywhere = [measured_from_dict(values) for values in gather_json(dataclasses.asdict(measured))]
     finally:
         dist.destroy_process_group()
     if rank == 0:

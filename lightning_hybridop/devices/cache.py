@@ -12,7 +12,7 @@ import platformdirs
 import yaml
 
 from lightning_hybridop.devices.measure import Measured, Setting
-from lightning_hybridop.planning.fields import check_number, checked_fields
+from lightning_hybridop.planning.fields import check_number, checked_fields, read_yaml
 
 CACHE_VARIABLE = "HYBRIDOP_CACHE"
 
@@ -48,9 +48,9 @@ def measured_path(setting: Setting) -> Path:
 def load_measured(setting: Setting) -> Measured | None:
     """Return the measurement of a setting; None if there is none, if it is damaged, or of another setting."""
     try:
-        values = yaml.safe_load(measured_path(setting).read_text(encoding="utf-8"))
-        measured = _measured(values)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, _DamagedError):
+        values = read_yaml(measured_path(setting), what="measurement", error=_DamagedError)
+        measured = measured_from_dict(values)
+    except _DamagedError:
         return None
     return measured if measured.setting == setting else None
 
@@ -75,7 +75,8 @@ def save_measured(measured: Measured) -> Path | None:
     return path
 
 
-def _measured(values: Any) -> Measured:
+def measured_from_dict(values: Any) -> Measured:
+    """Return the measurement in plain containers, as `dataclasses.asdict` makes them; ValueError if it is not whole."""
     fields = checked_fields("measurement", values, Measured, error=_DamagedError)
     setting = checked_fields("setting", fields.pop("setting"), Setting, error=_DamagedError)
     targets = setting.pop("lora_targets")

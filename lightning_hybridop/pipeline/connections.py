@@ -22,14 +22,13 @@ def noting_connections() -> Iterator[None]:
         _opened.update({number: inode for number, inode in _sockets().items() if before.get(number) != inode})
 
 
-def cut_connections() -> int:
-    """Shut the noted connections that are still open, and return their number.
+def cut_connections() -> None:
+    """Shut the noted connections that are still open.
 
     Gloo cannot be told to give up. What waits for a message, in any thread, then fails at once as it does when the other
     process has died.
     """
     present = _sockets()
-    number_cut = 0
     for number, inode in list(_opened.items()):
         if present.get(number) != inode:
             continue
@@ -39,11 +38,9 @@ def cut_connections() -> int:
                 continue
             try:
                 connection.shutdown(socket.SHUT_RDWR)
-                number_cut += 1
             except OSError:  # it has been closed by the other side
                 continue
     _opened.clear()
-    return number_cut
 
 
 def _sockets() -> dict[int, int]:

@@ -1,6 +1,8 @@
 """What all stages tell each other: small facts as JSON, never as pickles; batch checksums; clock offsets."""
 
+import io
 import json
+import pathlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +11,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybridop.pipeline.batches import BatchError
-from lightning_hybridop.pipeline.packing import pack, unpack
+from lightning_hybridop.pipeline.packing import can_be_packed, pack, unpack
+
+MOST_BYTES = 2**36
+"""No message between processes is longer."""
 
 
 def broadcast_json(value: Any, *, source: int) -> Any:
@@ -29,12 +34,68 @@ def broadcast_nested(value: Any, *, source: int) -> Any:
     return value if mine else unpack(packed)
 
 
+def broadcast_object(value: Any, *, source: int) -> Any:
+    """Return rank `source`'s `value` on every rank, whatever it is; nothing that is received can run code.
+
+    Beside what `pack` takes that is what torch loads under `weights_only`: sets, ordered dicts, paths, and classes that
+    `torch.serialization.add_safe_globals` knows.
+
+    Raises:
+        BatchError: on every rank, naming what cannot be sent.
+    """
+    mine = dist.get_rank() == source
+    content, refusal = b"", None
+    is_packed = mine and can_be_packed(value, exactly=True)
+    if mine and not is_packed:
+        content, refusal = _saved(value)
+    is_packed, refusal = broadcast_json([is_packed, refusal], source=source)
+    if refusal is not None:
+        raise BatchError(refusal)
+    if is_packed:
+        return broadcast_nested(value, source=source)
+    content = _broadcast_bytes(content, source=source)
+    return value if mine else _loaded(content)
+
+
+def _saved(value: Any) -> tuple[bytes, str | None]:
+    """Return an object as bytes that load without running code, or in one sentence why it has none."""
+    try:
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        _loaded(buffer.getvalue())
+    except Exception as error:  # whatever pickling the object raises
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return b"", (
+            f"A {type(value).__name__} cannot be sent to other processes ({reason}); use dicts, lists and tuples of tensors, "
+            "strings and numbers, or name its classes to torch.serialization.add_safe_globals on every rank."
+        )
+    return buffer.getvalue(), None
+
+
+def _loaded(content: bytes) -> Any:
+    with torch.serialization.safe_globals([pathlib.PosixPath, pathlib.PurePosixPath]):
+        return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+
+
+def gather_nested(value: Any) -> list[Any]:
+    """Return the values of all ranks, in order of rank, on every rank; each is what `broadcast_nested` takes."""
+    return [
+        broadcast_nested(value if rank == dist.get_rank() else None, source=rank)
+        for rank in range(dist.get_world_size())
+    ]
+
+
 def _broadcast_bytes(content: bytes, *, source: int) -> bytes:
     length = torch.tensor([len(content)], dtype=torch.int64)
     dist.broadcast(length, source)
     if dist.get_rank() == source:
         dist.broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8), source)
         return content
+    if not 0 <= int(length) <= MOST_BYTES:
+        raise BatchError(
+            f"A message of {int(length)} bytes was announced, more than the {MOST_BYTES} that any can have; somebody else than "
+            "this run's processes may reach its ports."
+        )
     received = torch.empty(int(length), dtype=torch.uint8)
     dist.broadcast(received, source)
     return received.numpy().tobytes()

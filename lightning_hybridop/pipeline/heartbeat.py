@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
@@ -21,27 +22,42 @@ class Heartbeat:
 
     Args:
         store: over which the beats are told; it gets a connection of its own.
+        prefix: of the keys of the store that this uses.
         rank: this process.
         size: number of processes.
         patience: seconds without a beat after which a process counts as lost.
-        lost: called once, in a thread, with the ranks that are lost; None when the store itself is out of reach.
+        alarm: the key of the store under which the first process to fail says so.
+        lost: called, in a thread, with the ranks that are lost.
+        store_lost: called, in a thread, with the seconds in which the store has not answered; 0 when it is gone.
+        alarmed: called, in a thread, when a process has failed.
+
+    One of the three is called, once.
     """
 
     def __init__(
         self,
         store: dist.Store,
         *,
+        prefix: str,
         rank: int,
         size: int,
         patience: float,
-        lost: Callable[[list[int] | None], None],
+        alarm: str,
+        lost: Callable[[list[int]], None],
+        store_lost: Callable[[float], None],
+        alarmed: Callable[[], None],
     ) -> None:
-        self._store = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not know it
+        own = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not know it
+        self._store: dist.Store = own
+        self._prefix = prefix
         self._store.set_timeout(timedelta(seconds=patience))
         self._others = [other for other in range(size) if other != rank]
         self._rank = rank
         self._patience = patience
+        self._alarm = alarm
         self._lost = lost
+        self._store_lost = store_lost
+        self._alarmed = alarmed
         self._ended = threading.Event()
         self._leaves = False
         self._answered = time.monotonic()
@@ -62,53 +78,50 @@ class Heartbeat:
         self._ended.set()
         self._beats.join(timeout=SECONDS_TO_STOP)
 
-    def wait_for_goodbyes(self, seconds: float) -> None:
-        """Wait until all others have said goodbye, `seconds` at most."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and not self._store.check(
-            [f"left/{other}" for other in self._others]
-        ):
-            time.sleep(0.05)
-
     def _beat(self) -> None:
         """Tell a beat and look at the others', again and again; report those that have stopped."""
         seen: dict[int, tuple[bytes, float]] = {}
+        staying = [0]
         beats = 0
         try:
             while not self._ended.is_set():
                 beats += 1
-                self._store.set(f"beat/{self._rank}", str(beats))
+                self._store.set(f"{self._prefix}/beat/{self._rank}", str(beats))
                 values = self._beats_of_others()
+                staying = [self._rank, *values]
+                failed = self._store.check([self._alarm])
                 now = self._answered = time.monotonic()
                 for other, value in values.items():
                     if other not in seen or seen[other][0] != value:
                         seen[other] = (value, now)
                 silent = [other for other in values if now - seen[other][1] > self._patience]
-                if silent:
-                    self._report(silent)
+                if failed:
+                    self._report(self._alarmed)
+                elif silent:
+                    self._report(partial(self._lost, silent))
                 self._ended.wait(self._patience / BEATS_PER_PATIENCE)
             if self._leaves:
-                self._store.set(f"left/{self._rank}", "")
+                self._store.set(f"{self._prefix}/left/{self._rank}", "")
         except RuntimeError as error:
-            if "time" not in str(error).lower():
-                # Whoever held the store is gone, and so are its connections: nobody waits for it.
-                self._ended.set()
+            # Unanswered calls are for `_watch`; else whoever held the store is gone.
+            if "time" not in str(error).lower() and 0 in staying:
+                self._report(lambda: self._store_lost(0.0))
 
     def _beats_of_others(self) -> dict[int, bytes]:
         """Return what each other process that has not left has told last, nothing if it has not begun."""
-        staying = [other for other in self._others if not self._store.check([f"left/{other}"])]
-        begun = [other for other in staying if self._store.check([f"beat/{other}"])]
-        told = self._store.multi_get([f"beat/{other}" for other in begun]) if begun else []
+        staying = [other for other in self._others if not self._store.check([f"{self._prefix}/left/{other}"])]
+        begun = [other for other in staying if self._store.check([f"{self._prefix}/beat/{other}"])]
+        told = self._store.multi_get([f"{self._prefix}/beat/{other}" for other in begun]) if begun else []
         return dict.fromkeys(staying, b"") | dict(zip(begun, told, strict=True))
 
     def _watch(self) -> None:
         """Report the store when it has not answered for too long: a call to it may wait for ever."""
         while not self._ended.wait(self._patience / BEATS_PER_PATIENCE):
-            if time.monotonic() - self._answered > self._patience + self._patience / BEATS_PER_PATIENCE:
-                self._report(None)
-                return
+            waited = time.monotonic() - self._answered
+            if waited > self._patience + self._patience / BEATS_PER_PATIENCE:
+                self._report(lambda: self._store_lost(self._patience))
 
-    def _report(self, silent: list[int] | None) -> None:
+    def _report(self, what: Callable[[], None]) -> None:
         if not self._ended.is_set():
             self._ended.set()
-            self._lost(silent)
+            what()

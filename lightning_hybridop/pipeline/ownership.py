@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybridop.pipeline.anatomy import Anatomy, CutError
+from lightning_hybridop.pipeline.exchange import gather_nested
 from lightning_hybridop.pipeline.stage import adapter_parameters, parameter_owner
 
 
@@ -96,15 +97,13 @@ def merge_optimizer_state(
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     owner = {id(parameter): stage for stage, named in enumerate(owned) for parameter in named.values()}
     ranks = [rank_of_stage[owner.get(id(parameter), 0)] for parameter in parameters]
-    gathered: list[dict[int, Any]] = [{} for _ in range(dist.get_world_size())]
     mine = {
         i: {key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
         for i, state in state_dict["state"].items()
         if ranks[i] == dist.get_rank()
     }
-    dist.all_gather_object(gathered, mine)
     merged: dict[int, Any] = {}
-    for states in gathered:
+    for states in gather_nested(mine):
         merged |= states
     return {**state_dict, "state": dict(sorted(merged.items()))}
 

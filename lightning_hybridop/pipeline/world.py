@@ -30,6 +30,9 @@ SECONDS_TO_REPORT = 2.0
 """How long the first one to fail waits for the others' word before it calls them lost."""
 
 
+HANGS = "it hangs, its host is down, or its network is cut"
+ENDED = "ended without a word: it was killed, or its host is out of reach"
+
 _Answer = TypeVar("_Answer")
 
 
@@ -49,7 +52,8 @@ class Failure:
     follows: bool = False
 
     def __str__(self) -> str:
-        return f"{self.stage} (rank {self.rank}, host {self.host}) failed: {self.sentence}"
+        who = f"{self.stage} (rank {self.rank}, host {self.host})"
+        return f"{who} {self.sentence}" if self.silent else f"{who} failed: {self.sentence}"
 
 
 class World:
@@ -73,6 +77,7 @@ class World:
         self._patience = patience
         self._meetings = 0
         self._noticed: Failure | None = None
+        self._gone: set[int] = set()
         self._heartbeat: Heartbeat | None = None
         self._known: dict[int, tuple[str, str]] = {}
 
@@ -85,55 +90,87 @@ class World:
         """Begin to beat, and to watch the beats of the others."""
         self._noticed = None
         self._heartbeat = Heartbeat(
-            dist.PrefixStore(f"beats/{self._meetings}", self._store),
+            self._store,
+            prefix=f"beats/{self._meetings}",
             rank=self._rank,
             size=self._size,
             patience=self._patience,
-            lost=self._end_waiting,
+            alarm=f"failed/{self._meetings}/first",
+            lost=self._end_without_process,
+            store_lost=self._end_without_store,
+            # Its own error, which follows, will find out which process that was.
+            alarmed=cut_connections,
         )
         self._heartbeat.start()
 
     def part(self) -> None:
-        """Let the others know that this process ends as it should; the holder of the store stays until all others have."""
-        if self._heartbeat is None:
-            return
-        self._heartbeat.say_goodbye()
+        """Let the others know that this process ends as it should; the holder of the store stays until all others have.
+
+        After a failure it stays until they know of that.
+        """
+        if self._heartbeat is not None:
+            self._heartbeat.say_goodbye()
+            self._heartbeat = None
         if self._rank == 0 and not held_by_agent():
-            self._heartbeat.wait_for_goodbyes(SECONDS_TO_MEET)
-        self._heartbeat = None
+            awaited = [rank for rank in range(1, self._size) if rank not in self._gone]
+            deadline = time.monotonic() + SECONDS_TO_MEET
+            while awaited and time.monotonic() < deadline:
+                awaited = [rank for rank in awaited if not self._has_ended(rank)]
+                time.sleep(0.05 if awaited else 0.0)
+
+    def _has_ended(self, rank: int) -> bool:
+        said = (f"beats/{self._meetings}/left/{rank}", f"failed/{self._meetings}/{rank}")
+        return any(self._store.check([key]) for key in said)
 
     def _rest(self) -> None:
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None
 
-    def _end_waiting(self, ranks: list[int] | None) -> None:
-        """Say which processes are lost, and end whatever this one waits for. Runs in a thread of the heartbeat's."""
-        silence = (
-            f"no sign of life for {self._patience:g} s: it hangs, its host is down, or its network is cut"
+    def _end_without_process(self, ranks: list[int]) -> None:
+        """Say that a process is lost, and end what this one waits for. Runs in a thread of the heartbeat's."""
+        lost = self._silence(ranks[0], f"gives no sign of life for {self._patience:g} s: {HANGS}")
+        try:
+            self._noticed = self._within(SECONDS_TO_REPORT, lambda: self._first(lost))
+        except TimeoutError:
+            self._noticed = lost
+        self._end_waiting()
+
+    def _end_without_store(self, seconds: float) -> None:
+        """Say that the store is out of reach, and end what this one waits for. Runs in a thread of the heartbeat's."""
+        self._noticed = self._without_store(seconds)
+        self._end_waiting()
+
+    def _without_store(self, seconds: float) -> Failure:
+        """Return what is wrong with the holder of the store, which has not answered for `seconds`, or is gone if that is 0."""
+        silent = f"has not answered for {seconds:g} s: {HANGS}, or this host's own is"
+        if not held_by_agent():
+            return self._silence(0, silent if seconds else ENDED)
+        place = os.environ["MASTER_ADDR"]
+        return Failure(
+            rank=0,
+            host=place,
+            stage="torchrun's store",
+            sentence=silent if seconds else f"is gone: look at torchrun on {place}",
+            silent=True,
         )
-        if ranks is None:
-            # Where torchrun does not, rank 0 holds the store.
-            store = (
-                f"The store at {os.environ['MASTER_ADDR']}" if held_by_agent() else "The holder of the store"
-            )
-            host = os.environ["MASTER_ADDR"] if held_by_agent() else self._known.get(0, ("unknown", ""))[0]
-            answer = f"no answer for {self._patience:g} s: it hangs, its host is down, or this host's network is cut"
-            self._noticed = Failure(rank=0, host=host, stage=store, sentence=answer, silent=True)
-        else:
-            host, stage = self._known.get(ranks[0], ("unknown", "A process"))
-            own = Failure(rank=ranks[0], host=host, stage=stage, sentence=silence, silent=True)
-            try:
-                self._noticed = self._within(SECONDS_TO_REPORT, lambda: self._first(own))
-            except TimeoutError:
-                self._noticed = own
+
+    def _silence(self, rank: int, sentence: str) -> Failure:
+        host, stage = self._known.get(rank, ("unknown", "A process"))
+        return Failure(rank=rank, host=host, stage=stage, sentence=sentence, silent=True)
+
+    def _end_waiting(self) -> None:
+        """Say once on each host what was noticed, and cut the connections over which this process may wait."""
+        assert self._noticed is not None
+        if self._noticed.silent:
+            self._gone.add(self._noticed.rank)
         hosts = [self._known.get(rank, ("", ""))[0] for rank in range(self._size)]
-        here = [
+        left_here = [
             rank
             for rank in range(self._size)
-            if rank not in (ranks or []) and hosts[rank] == hosts[self._rank] and rank != self._noticed.rank
+            if rank != self._noticed.rank and hosts[rank] == hosts[self._rank]
         ]
-        if self._noticed.silent and self._rank == min(here, default=None):
+        if self._noticed.silent and self._rank == min(left_here, default=None):
             print(self._noticed, file=sys.stderr, flush=True)
         cut_connections()
 
@@ -173,10 +210,13 @@ class World:
         )
         try:
             first = self._within(SECONDS_TO_MEET, lambda: self._first(own))
+            silent = self._within(SECONDS_TO_MEET, self._silent) if own.follows and first.follows else []
         except TimeoutError:
-            first = own
-        silent = self._silent() if own.follows and first.follows else []
-        _mark(error, first=first, rank=self._rank, lost=[self._lost(rank) for rank in silent])
+            # What the connections failed of, then, is that network.
+            first = self._noticed = self._without_store(SECONDS_TO_MEET)
+            silent = []
+        self._gone.update(silent)
+        _mark(error, first=first, rank=self._rank, lost=[f"{self._silence(rank, ENDED)}." for rank in silent])
 
     def meet_after(self, error: BaseException, *, stage: str, step: int) -> None:
         """Connect all processes anew after `error`, which may be another one on each. Collective.
@@ -247,11 +287,6 @@ class World:
             gone = Failure(rank=0, host="unknown", stage="The process", sentence="it is gone")
             return own if self._rank == 1 else gone
         return Failure(**json.loads(first))
-
-    def _lost(self, rank: int) -> str:
-        """Return what is to be said of a process that ended without a word."""
-        host, stage = self._known.get(rank, ("unknown", "A process"))
-        return f"{stage} (rank {rank}, host {host}) ended without a word: it was killed, or its host is out of reach."
 
     def _silent(self) -> list[int]:
         """Return the ranks that report no failure within a moment of another's: they were killed or are unreachable."""

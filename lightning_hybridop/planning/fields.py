@@ -22,9 +22,10 @@ def checked_fields(
     known = [*(field.name for field in dataclasses.fields(kind)), *also]
     for name in values:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
+            called = name if isinstance(name, str) and len(name) <= 60 else shown(name)
+            near = difflib.get_close_matches(called, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known fields: {', '.join(known)}."
-            raise error(f"{where}.{name}: unknown field; {hint}")
+            raise error(f"{where}.{called}: unknown field; {hint}")
     for field in dataclasses.fields(kind):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in values:
@@ -33,23 +34,51 @@ def checked_fields(
 
 
 def read_yaml(path: str | Path, *, what: str, error: type[ValueError]) -> Any:
-    """Return the plain containers in a YAML file; nothing in it is ever executed.
+    """Return the plain containers in a YAML file; nothing in it is ever executed, however it came about.
 
     Raises:
-        error: the file cannot be read, or is not YAML; `what` says what it should have been.
+        error: the file cannot be read, is not YAML, or is larger or deeper than any that a person wrote; `what` says what
+            it should have been.
     """
     if not isinstance(path, (str, Path)):
         raise error(f"{what}: found {shown(path)}, expected the path of a {what}'s YAML file.")
     try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        if Path(path).exists() and not Path(path).is_file():  # a pipe would be waited for
+            raise error(f"{what}: {path} is no file; give the path of a {what}'s YAML file.")
+        with Path(path).open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise error(f"{what}: {path} is larger than {MOST_BYTES} bytes, which no {what} is.")
+        return _bounded(content.decode("utf-8"))
+    except error:
+        raise
     except OSError as failure:
         raise error(
             f"{what}: cannot read {path} ({failure.strerror}); give the path of a {what}'s YAML file."
         ) from failure
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as failure:
+    # Numbers and dates that Python does not make are ValueErrors.
+    except (yaml.YAMLError, ValueError, RecursionError) as failure:
         reason = " ".join(str(failure).split())
         raise error(f"{what}: {path} is not a YAML file ({reason}).") from failure
 
+
+def _bounded(text: str) -> Any:
+    """Return what YAML text holds, having looked at its shape first: aliases can make a few lines unfold to gigabytes."""
+    depth = nodes = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"it has an alias, *{event.anchor}; write out what that stands for")
+        nodes += isinstance(event, yaml.NodeEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MOST_LEVELS or nodes > MOST_NODES:
+            raise ValueError(f"it has more than {MOST_LEVELS} levels or {MOST_NODES} values")
+    return yaml.safe_load(text)
+
+
+MOST_BYTES = 2**20
+MOST_LEVELS = 20
+MOST_NODES = 20_000
+"""No plan, profile or hosts file is larger; a cluster of 64 devices with a link between each two has 15,000 values."""
 
 LARGEST = 1e15
 SMALLEST = 1e-12
@@ -85,9 +114,12 @@ def check_name(where: str, value: Any, *, error: type[ValueError]) -> None:
 
 def shown(value: Any) -> str:
     """Return a value as error texts show it: not at a length that hides the rest."""
-    text = (
-        repr(value)
-        if not isinstance(value, int) or abs(value) < LARGEST
-        else f"{str(value)[:6]}... ({value.bit_length()} bits)"
-    )
+    if isinstance(value, int) and abs(value) >= LARGEST:
+        # Python writes no number of thousands of digits.
+        start = f"{str(value)[:6]}... " if value.bit_length() < 10_000 else "a number "
+        return f"{start}({value.bit_length()} bits)"
+    try:
+        text = repr(value)
+    except ValueError:  # such a number, deeper inside
+        text = type(value).__name__
     return text if len(text) <= 60 else f"{text[:57]}..."
