@@ -18,6 +18,7 @@ from lightning_hybridop.pipeline.grouping import Grouping, common_grouping, grou
 from lightning_hybridop.pipeline.model_calls import ModelCalls
 from lightning_hybridop.pipeline.ownership import block_dtype, frozen_dtype, owned_parameters
 from lightning_hybridop.pipeline.packing import DTYPES
+from lightning_hybridop.pipeline.replicas import Replicas
 from lightning_hybridop.pipeline.stage import StageModel
 from lightning_hybridop.pipeline.transport import Channel
 from lightning_hybridop.pipeline.weights import check_materialised, materialise
@@ -44,7 +45,7 @@ def assemble(
     anatomy: Anatomy,
     *,
     plan: Plan,
-    rank_of_stage: list[int],
+    replicas: Replicas,
     device: torch.device,
     autocast: torch.dtype | None,
     perturbable: set[str] | None,
@@ -58,7 +59,7 @@ def assemble(
         module: what the user's step runs through.
         anatomy: from `read_anatomy(module)`.
         plan: of the whole pipeline.
-        rank_of_stage: the rank of each stage.
+        replicas: the ranks of all stages.
         device: where this stage computes.
         autocast: the dtype of mixed precision, None without it.
         perturbable: names of the parameters that zo stages may perturb, None for all.
@@ -69,6 +70,7 @@ def assemble(
     Raises:
         CutError: the plan asks for an early exit around something that is trained.
     """
+    rank_of_stage = replicas.own
     stage = rank_of_stage.index(_rank())
     owned = owned_parameters(module, anatomy, tuple(part.last for part in plan.stages))
     _check_exit(plan, anatomy, owned[-1])
@@ -110,7 +112,8 @@ def assemble(
     calls = ModelCalls(
         engine,
         language_model=find_language_model(module, anatomy.blocks_name),
-        last_rank=rank_of_stage[-1],
+        last_rank=replicas.first[-1],
+        listens=replicas.index > 0,
     )
     arithmetic = tuple(
         _arithmetic(part, dtype, autocast) for part, dtype in zip(plan.stages, dtypes, strict=True)
@@ -144,7 +147,8 @@ def stage_model(module: nn.Module, anatomy: Anatomy, *, plan: Plan, stage: int) 
 
 def gather_in_order(value: Any, rank_of_stage: list[int]) -> list[Any]:
     """Return every stage's `value`, plain containers as JSON has them, on every rank. Collective."""
-    gathered = gather_json(value) if len(rank_of_stage) > 1 else [value]
+    together = dist.is_initialized() and dist.get_world_size() > 1
+    gathered = gather_json(value) if together else [value]
     return [gathered[rank] for rank in rank_of_stage]
 
 

@@ -94,6 +94,7 @@ def place_by_measuring(
         length=length,
         dtype=measured.setting.dtype,
         activation_elements=max((kept for _, kept in profiles if kept), default=None),
+        wire=options["wire"],
     )
     planned = None
     if dist.get_rank() == 0:
@@ -127,7 +128,7 @@ def _planned(cluster: Cluster, workload: Workload, options: Mapping[str, Any]) -
         * options["queries_per_forward"],
         use_all=True,
     )
-    others = {name: value for name, value in options.items() if name != "micro_batches"}
+    others = {name: value for name, value in options.items() if name not in ("micro_batches", "wire")}
     plan = dataclasses.replace(pipeline.plan, **others)
     return with_prediction(plan, simulate_layout(pipeline.costs, pipeline.layout, plan))
 

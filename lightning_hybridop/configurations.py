@@ -47,20 +47,20 @@ def configuration_facts(
     return facts | {
         f"the module's {name}": str(value)
         for name, value in module.hparams.items()
-        if _is_plain(value) and not _is_path(value)
+        if _is_plain(value) and not is_path(value)
     }
 
 
 def _is_plain(value: Any) -> bool:
     """Tell whether a value is made of texts and numbers alone, whose text is the same on every host."""
     if isinstance(value, Mapping):
-        return all(_is_plain(part) and not _is_path(part) for pair in value.items() for part in pair)
+        return all(_is_plain(part) and not is_path(part) for pair in value.items() for part in pair)
     if isinstance(value, (list, tuple)):
-        return all(_is_plain(part) and not _is_path(part) for part in value)
+        return all(_is_plain(part) and not is_path(part) for part in value)
     return value is None or isinstance(value, (str, int, float, bool))
 
 
-def _is_path(value: Any) -> bool:
+def is_path(value: Any) -> bool:
     """Tell whether a text names a file or folder of this host."""
     if not isinstance(value, str) or ("/" not in value and "\\" not in value):
         return False

@@ -27,10 +27,12 @@ def check_given_plan(plan: Plan, anatomy: Anatomy, *, ranks: int) -> None:
 
 
 def check_process_count(plan: Plan, *, ranks: int) -> None:
-    """Raise CutError, naming both counts, unless there is one process for each stage of a plan."""
-    if len(plan.stages) != ranks:
+    """Raise CutError, naming both counts, unless there is one process for each stage of each of a plan's replicas."""
+    if plan.processes != ranks:
+        times = f" and {plan.replicas} replicas" if plan.replicas > 1 else ""
+        each = " and replica" if plan.replicas > 1 else ""
         raise CutError(
-            f"The plan has {len(plan.stages)} stages, but {ranks} processes run; start one process per stage."
+            f"The plan has {len(plan.stages)} stages{times}, but {ranks} processes run; start one process per stage{each}."
         )
 
 

@@ -162,6 +162,16 @@ def refuse_row_directions(plan: Plan, directions: Directions) -> None:
         )
 
 
+def refuse_lone_pipelines(plan: Plan, *, measures_itself: bool, emulated: bool) -> None:
+    """Refuse replicas of a pipeline that is planned by its own processes, or stands for other devices."""
+    if plan.replicas == 1 or not (measures_itself or emulated):
+        return
+    what = "plan='auto' lays out" if measures_itself else "an emulation gives the times of"
+    raise ValueError(
+        f"replicas is {plan.replicas}, but {what} one pipeline; set replicas to 1, or pass a plan without it."
+    )
+
+
 def refuse_averages_on_runtimes(trainer: Trainer, plan: Plan) -> None:
     """Refuse weight averages where an inference runtime holds a stage's weights: there is nothing to average with."""
     on_runtime = next((i for i, stage in enumerate(plan.stages) if stage.executor != "torch"), None)
@@ -178,7 +188,7 @@ def refuse_contradictions(plan: Plan, options: Mapping[str, Any]) -> None:
 
     One that has its default value is taken as not given.
     """
-    defaults = {field.name: field.default for field in dataclasses.fields(Plan)}
+    defaults = {field.name: field.default for field in dataclasses.fields(Plan)} | {"wire": None}
     for name, value in options.items():
         own = getattr(plan, name)
         if value not in (own, defaults[name]):

@@ -51,6 +51,7 @@ class LogRecorder:
         self._calls: dict[str, list[_Call]] = {}
         self._options: dict[str, dict[str, Any]] = {}
         self._printed: list[str] = []
+        self._updates = [metric._update_count for metric in self._metrics]
         # By id: a metric's own hash changes with what it has gathered.
         self._of_mini_batch: dict[int, list[tuple[Metric, dict[str, Any]]]] = {}
 
@@ -99,18 +100,33 @@ class LogRecorder:
         """
         return {"logged": [self._merged(name) for name in self._calls], "printed": self._printed}
 
+    def report_of_share(self) -> dict[str, Any]:
+        """Return what was recorded of one replica's share of the micro-batches, for `merged_reports`.
+
+        Raises:
+            ReplayError: a torchmetrics object was updated or logged, whose state would lack the other replicas' shares.
+        """
+        updated = [metric._update_count for metric in self._metrics] != self._updates
+        if updated or any(isinstance(call.value, Metric) for calls in self._calls.values() for call in calls):
+            raise ReplayError(
+                "training_step updated or logged a torchmetrics object, of which each replica would know its own share only; "
+                "log its value as a number, or measure in validation_step."
+            )
+        calls = {
+            name: [[call.weight, call.rows, call.batch_size, float(call.value)] for call in calls]  # type: ignore[arg-type]
+            for name, calls in self._calls.items()
+        }
+        options = {name: _sendable(options) for name, options in self._options.items()}
+        return {"calls": calls, "options": options, "printed": self._printed}
+
     def _merged(self, name: str) -> dict[str, Any]:
-        calls, options = self._calls[name], dict(self._options[name])
-        reduce_fx = options.get("reduce_fx", "mean")
-        if callable(reduce_fx):
-            options["reduce_fx"] = reduce_fx = reduce_fx.__name__
-        options["batch_size"] = sum(_counted(call) for call in calls)
+        calls, options = self._calls[name], _sendable(self._options[name])
         last = calls[-1].value
         if isinstance(last, Metric):
+            options["batch_size"] = sum(_counted(call) for call in calls)
             entry = {"metric": self._attribute_of(name, last), "step_value": self._step_value(last)}
-        else:
-            entry = {"value": _reduced(_numbers(calls), reduce_fx)}
-        return {"name": name, "options": options, **entry}
+            return {"name": name, "options": options, **entry}
+        return _merged_numbers(name, calls, options)
 
     def _attribute_of(self, name: str, metric: Metric) -> str:
         for attribute, child in self._module.named_modules():
@@ -145,6 +161,26 @@ class LogRecorder:
             for member, state in states:
                 member.__dict__.update(state)
             return _number(metric.compute())
+
+
+def merged_reports(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what `LogRecorder.report` would have, had one process recorded all that replicas report of their shares."""
+    names = list(dict.fromkeys(name for report in reports for name in report["calls"]))
+    logged = []
+    for name in names:
+        with_it = [report for report in reports if name in report["calls"]]
+        calls = [
+            _Call(
+                weight=weight,
+                rows=rows,
+                batch_size=batch_size,
+                value=torch.tensor(value, dtype=torch.float64),
+            )
+            for report in with_it
+            for weight, rows, batch_size, value in report["calls"][name]
+        ]
+        logged.append(_merged_numbers(name, calls, with_it[0]["options"][name]))
+    return {"logged": logged, "printed": [text for report in reports for text in report["printed"]]}
 
 
 def replay(module: LightningModule, report: dict[str, Any], *, owns_metrics: bool) -> None:
@@ -247,6 +283,18 @@ def _loggable(name: str, value: Any) -> Tensor | Metric:
             "first, for example by .mean()."
         )
     return number.clone()
+
+
+def _sendable(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of `self.log` as JSON can hold them."""
+    reduce_fx = options.get("reduce_fx", "mean")
+    return {**options, "reduce_fx": reduce_fx.__name__} if callable(reduce_fx) else dict(options)
+
+
+def _merged_numbers(name: str, calls: Sequence[_Call], options: dict[str, Any]) -> dict[str, Any]:
+    value = _reduced(_numbers(calls), options.get("reduce_fx", "mean"))
+    batch_size = sum(_counted(call) for call in calls)
+    return {"name": name, "options": {**options, "batch_size": batch_size}, "value": value}
 
 
 def _counted(call: _Call) -> int:

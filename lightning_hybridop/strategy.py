@@ -100,6 +100,7 @@ from lightning_hybridop.pipeline.ownership import (
     synchronise,
 )
 from lightning_hybridop.pipeline.packing import can_be_packed
+from lightning_hybridop.pipeline.replicas import Replicas, joined_on_first, renumbered, share_of, side_by_side
 from lightning_hybridop.pipeline.stand_ins import StandIn
 from lightning_hybridop.pipeline.weights import lacks_values, materialise
 from lightning_hybridop.pipeline.work import Steps
@@ -109,7 +110,7 @@ from lightning_hybridop.placement import (
     place_evenly,
     ranks_on_hosts,
 )
-from lightning_hybridop.planning.plan import Estimator, Plan, Role, even_plan, load_plan, save_plan
+from lightning_hybridop.planning.plan import Estimator, Plan, Role, WireName, even_plan, load_plan, save_plan
 from lightning_hybridop.refusals import (
     refuse_adapters_across_stages,
     refuse_averages_on_runtimes,
@@ -117,13 +118,22 @@ from lightning_hybridop.refusals import (
     refuse_bfloat16_on_npus,
     refuse_compiled_modules,
     refuse_contradictions,
+    refuse_lone_pipelines,
     refuse_manual_optimization,
     refuse_row_directions,
     refuse_saved_copies_of_tied_weights,
     refuse_scaled_losses,
 )
-from lightning_hybridop.replay import LogRecorder, compute_together, outputs_are_read, replay, share_metrics
+from lightning_hybridop.replay import (
+    LogRecorder,
+    compute_together,
+    merged_reports,
+    outputs_are_read,
+    replay,
+    share_metrics,
+)
 from lightning_hybridop.sampling import seed_samplers
+from lightning_hybridop.schedules.actions import Action
 from lightning_hybridop.schedules.forward_only import forward_only
 from lightning_hybridop.schedules.timeline import TimedAction, Timeline
 from lightning_hybridop.summary import held_by_stage, held_table, show_whole_model
@@ -174,6 +184,9 @@ class HybridOPStrategy(ParallelStrategy):
         difference: `"forward"` or `"central"` difference quotient, or `"antithetic"` pairs of queries.
         exit_baseline: what exit losses are compared with: the unperturbed `"exit"` loss, the `"full"` model's, or the
             `"running"` mean of exit losses, which costs no forward.
+        wire: how hidden states travel from stage to stage: `"bfloat16"`, `"float16"` or `"int8"`; None: in the dtype that
+            they have. Gradients then come back in bfloat16.
+        replicas: how many pipelines of `stages` stages run side by side, each with M micro-batches of a mini-batch.
         epsilon: size of the perturbation; default: by the zo stages' dtype.
         directions: `"microbatch"` draws Q directions for each micro-batch, `"minibatch"` Q for all of them, `"row"` Q
             for each row (boundary estimator, LoRA).
@@ -210,6 +223,8 @@ class HybridOPStrategy(ParallelStrategy):
         estimator: Estimator = "loss",
         difference: Difference = "forward",
         exit_baseline: str = "exit",
+        wire: WireName | None = None,
+        replicas: int = 1,
         epsilon: float | None = None,
         directions: Directions = "microbatch",
         distribution: Distribution = "normal",
@@ -261,6 +276,8 @@ class HybridOPStrategy(ParallelStrategy):
             "queries_per_forward": queries_per_forward,
             "difference": difference,
             "exit_baseline": exit_baseline,
+            "wire": wire,
+            "replicas": replicas,
         }
         # Checked here, so that a bad option is refused before any process is started or any model loaded.
         checked = {**self._plan_options}
@@ -270,6 +287,11 @@ class HybridOPStrategy(ParallelStrategy):
             refuse_contradictions(plan, self._plan_options)
         checked_plan = even_plan(blocks=2, stages=2, zo_stages=1, **checked)
         refuse_row_directions(checked_plan if plan is None else plan, directions)
+        refuse_lone_pipelines(
+            checked_plan if plan is None else plan,
+            measures_itself=self._plans_itself,
+            emulated=emulation is not None,
+        )
         pair = isinstance(mini_batch, (tuple, list)) and len(mini_batch) == 2
         if not pair or not all(isinstance(number, int) and number > 0 for number in mini_batch):
             raise ValueError(f"mini_batch is {mini_batch}, expected a number of rows and a number of tokens.")
@@ -296,9 +318,12 @@ class HybridOPStrategy(ParallelStrategy):
         self._plan: Plan | None = None
         self._assembly: Assembly | None = None
         self._rank_of_stage: list[int] = []
+        self._replicas = Replicas(ranks=((0,),))
         self._updates: Updates | None = None
         self._result: MiniBatchResult | None = None
         self._times = MiniBatchTimes()
+        self.sent_mib: tuple[float, ...] = ()
+        """The MiB that each stage sends to its neighbours in a mini-batch; known at the end of training."""
 
     # Who and where: ranks, stages, devices.
 
@@ -371,8 +396,14 @@ class HybridOPStrategy(ParallelStrategy):
         if isinstance(self.cluster_environment, TorchElasticEnvironment) and "LOCAL_WORLD_SIZE" in os.environ:
             return int(os.environ["LOCAL_WORLD_SIZE"])  # may be another number on each host
         if stages is not None:
-            return max(1, stages // self._num_nodes)
+            return max(1, stages * self._replica_count // self._num_nodes)
         return len(self.parallel_devices or [None])
+
+    @property
+    def _replica_count(self) -> int:
+        """How many pipelines run side by side."""
+        given = self._given_plan
+        return int(self._plan_options["replicas"]) if given is None else given.replicas
 
     @property
     def is_distributed(self) -> bool:
@@ -477,7 +508,8 @@ class HybridOPStrategy(ParallelStrategy):
         if self._plan is None:
             return "A process"
         stage = self._plan.stages[self.stage_index]
-        return f"Stage {self.stage_index} ({stage.role}, blocks {stage.first} to {stage.last - 1})"
+        which = f" of replica {self._replicas.index}" if self._plan.replicas > 1 else ""
+        return f"Stage {self.stage_index}{which} ({stage.role}, blocks {stage.first} to {stage.last - 1})"
 
     # Setup: plan, cut, engine.
 
@@ -486,9 +518,17 @@ class HybridOPStrategy(ParallelStrategy):
         if self._given_plan is None:
             return
         check_process_count(self._given_plan, ranks=self.world_size)
-        wanted = [stage.host for stage in self._given_plan.stages]
-        hosts = gather_json(host_name()) if self.world_size > 1 else [host_name()]
-        self._rank_of_stage = ranks_on_hosts(wanted, hosts)
+        stages = len(self._given_plan.stages)
+        wanted = [stage.host for stage in self._given_plan.stages] * self._given_plan.replicas
+        ranks = ranks_on_hosts(wanted, self._hosts())
+        replicas = tuple(tuple(ranks[i : i + stages]) for i in range(0, len(ranks), stages))
+        own = next(index for index, those in enumerate(replicas) if self.global_rank in those)
+        self._replicas = Replicas(ranks=replicas, index=own)
+        self._rank_of_stage = self._replicas.own
+
+    def _hosts(self) -> list[str]:
+        """Return the names of all ranks' hosts. Collective."""
+        return gather_json(host_name()) if self.world_size > 1 else [host_name()]
 
     def _configuration_facts(self) -> dict[str, str]:
         """Return what of the options must be the same on every rank."""
@@ -541,7 +581,7 @@ class HybridOPStrategy(ParallelStrategy):
             self._cut(self.lightning_module)
         share_metrics(
             self.lightning_module,
-            owner=self._is_last_stage,
+            owner=self._ends_steps,
             inside_step=lambda: self._inside_step,
             broadcast=self._from_last_stage,
         )
@@ -565,12 +605,18 @@ class HybridOPStrategy(ParallelStrategy):
             check_values(module)
         anatomy = read_anatomy(module, blocks_name=self._blocks)
         self._plan = self._place(anatomy)
+        if self._given_plan is None:
+            # Placed were the stages of the first replica.
+            self._replicas = side_by_side(
+                self._rank_of_stage, replicas=self._replica_count, rank=self.global_rank
+            )
+            self._rank_of_stage = self._replicas.own
         self._refuse_what_the_device_lacks(module, anatomy)
         self._assembly = assemble(
             module,
             anatomy,
             plan=self._plan,
-            rank_of_stage=self._rank_of_stage,
+            replicas=self._replicas,
             device=self.compute_device,
             autocast=torch.bfloat16 if isinstance(self.precision_plugin, MixedPrecision) else None,
             perturbable=None if self._hooks is None else {name for name, _ in self._hooks.zo_parameters()},
@@ -599,17 +645,22 @@ class HybridOPStrategy(ParallelStrategy):
 
     def _place(self, anatomy: Anatomy) -> Plan:
         """Return the plan, having decided which rank is which stage."""
+        if self.world_size % self._replica_count:
+            raise ValueError(
+                f"{self.world_size} processes run, which do not make {self._replica_count} replicas of one pipeline; start "
+                "as many for each."
+            )
         if self._given_plan is not None:
             check_given_plan(self._given_plan, anatomy, ranks=self.world_size)
             return self._given_plan
-        self._rank_of_stage = list(range(self.world_size))
+        self._rank_of_stage = list(range(self.world_size // self._replica_count))
         if self._plans_itself and self.world_size > 1:
             return self._place_by_measuring(anatomy)
         devices: list[str] = gather_in_order(str(self.compute_device), self._rank_of_stage)
         plan, self._rank_of_stage = place_evenly(
             anatomy,
             devices=devices,
-            hosts=gather_json(host_name()) if self.world_size > 1 else [host_name()],
+            hosts=self._hosts()[: len(devices)],
             zo_stages=self._zo_stages,
             options=self._plan_options,
         )
@@ -654,7 +705,7 @@ class HybridOPStrategy(ParallelStrategy):
             cut=partial(stage_model, anatomy=anatomy, plan=self.plan, stage=self.stage_index),
             owned=assembly.owned,
             stage=self.stage_index,
-            rank_of_stage=self._rank_of_stage,
+            rank_of_stage=self._replicas.first,
         )
         with self.whole_model():
             check_updated_once(module, anatomy, tuple(stage.last for stage in self.plan.stages))
@@ -664,7 +715,7 @@ class HybridOPStrategy(ParallelStrategy):
         self._updates = Updates(
             trainer,
             assembly=assembly,
-            rank_of_stage=self._rank_of_stage,
+            rank_of_stage=self._replicas.first,
             hooks=self._hooks,
             zo_lr_scale=self._zo_lr_scale,
             whole_model=self.whole_model,
@@ -679,7 +730,7 @@ class HybridOPStrategy(ParallelStrategy):
             else f"{self.compute_device} ({executor})",
             "dtype": dtype,
         }
-        table = held_table(self.plan, gather_in_order(held, self._rank_of_stage))
+        table = held_table(self.plan, gather_in_order(held, self._replicas.first))
         show_whole_model(trainer, whole_model=self.whole_model, table=table)
 
     def _setup_one_optimizer(self, trainer: Trainer) -> None:
@@ -710,6 +761,11 @@ class HybridOPStrategy(ParallelStrategy):
     def _is_last_stage(self) -> bool:
         return self.stage_index == len(self.plan.stages) - 1
 
+    @property
+    def _ends_steps(self) -> bool:
+        """Whether this is the rank that evaluation steps end on, and that tells the others: the first replica's last stage."""
+        return self._is_last_stage and self._replicas.index == 0
+
     # The training step: run and stash, then install.
 
     @override
@@ -726,7 +782,8 @@ class HybridOPStrategy(ParallelStrategy):
 
         def report() -> dict[str, Any]:
             has_extras = any(extras.values()) and outputs_are_read(module, "on_train_batch_end")
-            return {**recorder.report(), "extras": has_extras, "more": has_extras or bool(watch.changes())}
+            recorded = recorder.report() if self.plan.replicas == 1 else recorder.report_of_share()
+            return {**recorded, "extras": has_extras, "more": has_extras or bool(watch.changes())}
 
         def step(
             micro_batch: int, loss: Callable[..., Any], logging: AbstractContextManager[None], copies: int = 1
@@ -760,24 +817,30 @@ class HybridOPStrategy(ParallelStrategy):
                 settings=self._estimator_settings(),
                 # Not `total_batch_idx`, which counts a batch that an exception has stopped a second time.
                 step=_batches_processed(trainer.fit_loop.epoch_loop.batch_progress.total),
-                rank_of_stage=self._rank_of_stage,
+                replicas=self._replicas,
                 report=report,
                 queries_per_forward=self._queries_per_forward(token_shapes),
                 running_exit_loss=self._running_exit_loss,
             )
         self._running_exit_loss = running_mean(self._running_exit_loss, self._result.exit_loss)
         self._updates.stash = self._result.gradients
-        self._times.add(self._result.timeline)
-        replay(module, self._result.report, owns_metrics=self._is_last_stage)
+        self._times.add(self._result.timeline, self._result.sent_bytes)
+        reports = self._result.report
+        merged = reports[0] if self.plan.replicas == 1 else merged_reports(reports)
+        replay(module, merged, owns_metrics=self._ends_steps)
         loss = torch.tensor(self._result.loss, device=self.root_device)
-        if not self._result.report["more"]:
+        if not any(report["more"] for report in reports):
             return loss
-        told: tuple[Any, Any] = (None, None)
-        if self._is_last_stage:
-            joined = join_outputs([extras[m] for m in sorted(extras)], weights) if extras else None
-            told = (joined if self._result.report["extras"] else None, watch.changes())
-        joined, changes = self._from_last_stage(told)
-        if not self._is_last_stage:
+        joined = None
+        if any(report["extras"] for report in reports):
+            told = [
+                self._from_rank([list(extra) for extra in extras.items()], rank)
+                for rank in self._replicas.last_stages
+            ]
+            together = {m: extra for own in told for m, extra in own}
+            joined = join_outputs([together[m] for m in sorted(together)], weights)
+        changes = self._from_last_stage(watch.changes() if self._ends_steps else None)
+        if not self._ends_steps:
             apply_changes(module, changes)
         return loss if joined is None else {"loss": loss, **joined}
 
@@ -793,12 +856,14 @@ class HybridOPStrategy(ParallelStrategy):
 
     def _estimator_settings(self) -> EstimatorSettings:
         _, assembly = self._module_and_assembly()
-        # Losses carry the rounding of all stages, hidden states at the boundary that of the zo stages alone.
+        # Losses carry the rounding of all stages, hidden states at the boundary that of the zo stages alone. So with what
+        # travels between them.
         stages = self.plan.zo_stages
         if stages and self.plan.estimator == "loss":
             stages = tuple(range(len(self.plan.stages)))
         estimating = [assembly.arithmetic[stage] for stage in stages]
         dtypes = [str(dtype).removeprefix("torch.") for dtype in estimating] or ["float32"]
+        dtypes += [wire for stage in stages[:-1] if (wire := self.plan.stages[stage].wire) is not None]
         return EstimatorSettings(
             seed=self.seed,
             epsilon=self._epsilon or max(DEFAULT_EPSILON[dtype] for dtype in dtypes),
@@ -864,34 +929,50 @@ class HybridOPStrategy(ParallelStrategy):
                 return step(batch, recorder.recording(weight=1.0, rows=row_count(batch)))
 
         with self._in_step():
-            actions = forward_only(replace(self.plan, micro_batches=len(micro_batches)))[self.stage_index]
-            output = assembly.engine.evaluate(
-                actions, step=micro_batch_step, whole_step=whole_step, token_shapes=token_shapes
+            output = self._evaluate_share(
+                len(micro_batches), step=micro_batch_step, whole_step=whole_step, token_shapes=token_shapes
             )
         batch_end = f"on_{hook.removesuffix('step')}batch_end"
         is_read = hook == "predict_step" or outputs_are_read(module, batch_end)
-        told = (output if is_read else None, watch.changes()) if self._is_last_stage else (None, {})
+        told = (output if is_read else None, watch.changes()) if self._ends_steps else (None, {})
         report = {**recorder.report(), "more": told[0] is not None or bool(told[1])}
         with context():
-            report = calls.serve_until_over(report if self._is_last_stage else None)
-        replay(module, report, owns_metrics=self._is_last_stage)
+            report = calls.serve_until_over(report if self._ends_steps else None)
+        replay(module, report, owns_metrics=self._ends_steps)
         if not report["more"]:
             return None
         output, changes = self._from_last_stage(told)
-        if not self._is_last_stage:
+        if not self._ends_steps:
             apply_changes(module, changes)
         return output
 
+    def _evaluate_share(self, micro_batches: int, **steps: Any) -> Any:
+        """Run this replica's share of a mini-batch; the first replica's last stage goes on with all of it."""
+        _, assembly = self._module_and_assembly()
+        replicas, count = self._replicas, self.plan.replicas
+        share = share_of(micro_batches, replicas=count, index=replicas.index)
+        if count > 1 and len(self.plan.stages) == 1 and not self._ends_steps:
+            return None  # a stage without others runs the whole step
+        actions: tuple[Action, ...] = ()
+        if share:
+            plan = replace(self.plan, micro_batches=len(share))
+            actions = renumbered(forward_only(plan)[self.stage_index], share)
+        if count > 1:
+            steps["join"] = partial(joined_on_first, peers=replicas.last_stages)
+        return assembly.engine.evaluate(actions, **steps)
+
     def _from_last_stage(self, value: Any) -> Any:
         """Return the last stage's `value` on every rank, its tensors on the device of Lightning's collectives."""
-        moved = move_data_to_device(value, self.root_device) if self._is_last_stage else None
-        last_rank = self._rank_of_stage[-1]
+        return self._from_rank(value, self._replicas.first[-1])
+
+    def _from_rank(self, value: Any, rank: int) -> Any:
+        moved = move_data_to_device(value, self.root_device) if self.global_rank == rank else None
         if self.world_size == 1:
             return moved
-        if broadcast_json(can_be_packed(moved), source=last_rank):
-            return broadcast_nested(moved, source=last_rank)
+        if broadcast_json(can_be_packed(moved), source=rank):
+            return broadcast_nested(moved, source=rank)
         # Objects of the user's own, which all ranks know.
-        return self.broadcast(moved, src=last_rank)
+        return self.broadcast(moved, src=rank)
 
     # What both share.
 
@@ -908,9 +989,9 @@ class HybridOPStrategy(ParallelStrategy):
     def _sliced(self, batch: Any) -> tuple[list[Any], list[float], list[tuple[int, int]]]:
         """Return the micro-batches of a batch that all ranks agree on, their weights and token shapes."""
         if self.world_size > 1:
-            stages = [self._rank_of_stage.index(rank) for rank in range(self.world_size)]
+            stages = [self._replicas.stage_of(rank) for rank in range(self.world_size)]
             check_same_batch(fingerprint(batch), stages_of_ranks=stages)
-        micro_batches = split_rows(batch, self.plan.micro_batches)
+        micro_batches = split_rows(batch, self.plan.micro_batches * self.plan.replicas)
         weights = shares([self._micro_batch_weight(rows) for rows in micro_batches])
         return micro_batches, weights, [token_shape(rows) for rows in micro_batches]
 
@@ -948,7 +1029,7 @@ class HybridOPStrategy(ParallelStrategy):
             return dataloader
         if self._data == "broadcast":
             return shared_loader(dataloader, rank=self.global_rank)
-        check_same_length(dataloader, stage_of_rank=self._rank_of_stage.index)
+        check_same_length(dataloader, stage_of_rank=self._replicas.stage_of)
         return EvenLoader(dataloader) if length_of(dataloader) is None else dataloader
 
     def _batches_trained_this_epoch(self, length: int | None) -> int:
@@ -972,11 +1053,14 @@ class HybridOPStrategy(ParallelStrategy):
         return self._result
 
     def gather_timeline(self) -> Timeline:
-        """Return all stages' actions of the latest training mini-batch, in seconds on rank 0's clock. Collective."""
+        """Return all stages' actions of the latest training mini-batch, in seconds on rank 0's clock. Collective.
+
+        Of replicas those of the first one.
+        """
         if self._result is None:
             return ()
         times = [number for timed in self._result.timeline for number in (timed.start, timed.end)]
-        gathered = gather_numbers(times, self._rank_of_stage)
+        gathered = gather_numbers(times, self._replicas.first)
         return tuple(
             TimedAction(
                 stage=stage, action=action, start=gathered[stage][2 * i], end=gathered[stage][2 * i + 1]
@@ -1004,7 +1088,7 @@ class HybridOPStrategy(ParallelStrategy):
             return {name: parameter.detach() for name, parameter in named if parameter.requires_grad}
         self._meet_after_failure()
         if self.world_size > 1:
-            synchronise(self._assembly.owned, self._rank_of_stage)
+            synchronise(self._assembly.owned, self._replicas.first)
         return {name: p.detach() for owned in self._assembly.owned for name, p in owned.items()}
 
     @override
@@ -1025,7 +1109,7 @@ class HybridOPStrategy(ParallelStrategy):
             return state
         self._meet_after_failure()
         _, assembly = self._module_and_assembly()
-        return merge_optimizer_state(state, optimizer, assembly.owned, self._rank_of_stage)
+        return merge_optimizer_state(state, optimizer, assembly.owned, self._replicas.first)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -1110,7 +1194,8 @@ class HybridOPStrategy(ParallelStrategy):
     def on_train_end(self) -> None:
         if self.pipelined:
             self.trainable_state_dict()
-            self._plan = replace(self.plan, measured=self._times.gather(self._rank_of_stage))
+            self._plan = replace(self.plan, measured=self._times.gather(self._replicas.first))
+            self.sent_mib = self._times.gather_sent_mib(self._replicas.first)
             self._save_own_plan()
 
     def _save_own_plan(self) -> None:

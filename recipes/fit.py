@@ -84,6 +84,7 @@ def fit(config: DictConfig, folder: Path) -> None:
         "comu_ti": means.comu_ti,
         "comu_ti_per_stage": means.comu_ti_per_stage,
         "peak_memory_mib": memory.per_stage_mib,
+        "sent_mib_per_mini_batch": strategy.sent_mib,
         "seconds": time.perf_counter() - started,
         "lost_time": None if recovery.lost is None else asdict(recovery.lost),
     }
@@ -103,6 +104,7 @@ def fit(config: DictConfig, folder: Path) -> None:
             samples_per_second=means.samples_per_second,
             comu_ti=means.comu_ti_per_stage,
             peak_memory_mib=memory.per_stage_mib,
+            sent_mib=strategy.sent_mib or None,
         )
     )
     if energy is not None:

@@ -74,3 +74,12 @@ def test_a_host_that_is_missing_or_too_small_is_named_with_those_that_came() -> 
         ranks_on_hosts(["atlas", None, "atlas"], ["nx", "nx", "nano"])
     with pytest.raises(CutError, match=r"^Stages 0, 1 of the plan are for the host nano, where 1 process of"):
         ranks_on_hosts(["nano", "nano"], ["nx", "nano"])
+
+
+def test_replicas_need_as_many_times_the_processes() -> None:
+    plan = even_plan(blocks=6, stages=2, replicas=3)
+
+    assert plan.processes == 6
+    check_given_plan(plan, ANATOMY, ranks=6)
+    with pytest.raises(CutError, match="2 stages and 3 replicas, but 4 processes run; start one process per"):
+        check_given_plan(plan, ANATOMY, ranks=4)

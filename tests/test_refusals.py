@@ -9,6 +9,10 @@ from peft import AdaLoraConfig, IA3Config, LoraConfig, PrefixTuningConfig, Promp
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lightning_hybridop import HybridOPStrategy, even_plan
+from lightning_hybridop.pipeline.emulation import Emulation
+from lightning_hybridop.planning.costs import LinkTimes, StageTimes
+from lightning_hybridop.planning.plan import PlanError
 from lightning_hybridop.refusals import refuse_adapters_across_stages, refuse_saved_copies_of_tied_weights
 
 pytestmark = [
@@ -76,3 +80,23 @@ def test_a_trained_copy_of_a_tied_weight_is_refused(saved: str) -> None:
 def test_a_trained_copy_of_a_weight_of_its_own_is_accepted(saved: str) -> None:
     options = {"target_modules": ["q_proj"], "modules_to_save": [saved]}
     refuse_saved_copies_of_tied_weights(adapted(LoraConfig, **options))
+
+
+def test_replicas_of_a_pipeline_that_stands_for_another_are_refused() -> None:
+    plan = even_plan(blocks=2, stages=2, replicas=2)
+    times = Emulation(stages=(StageTimes(role="bp", forward=1.0),) * 2, links=(LinkTimes(),))
+    with pytest.raises(ValueError, match="replicas is 2, but an emulation gives the times of one pipeline;"):
+        HybridOPStrategy(plan, emulation=times)
+    with pytest.raises(ValueError, match="replicas is 2, but plan='auto' lays out one pipeline;"):
+        HybridOPStrategy("auto", replicas=2)
+
+
+def test_options_that_a_plan_says_otherwise_are_refused() -> None:
+    plan = even_plan(blocks=2, stages=2, wire="int8")
+    HybridOPStrategy(plan, wire="int8")
+    with pytest.raises(ValueError, match="wire is 'bfloat16', but the given plan says 'int8';"):
+        HybridOPStrategy(plan, wire="bfloat16")
+    with pytest.raises(ValueError, match="replicas is 3, but the given plan says 1;"):
+        HybridOPStrategy(plan, replicas=3)
+    with pytest.raises(PlanError, match="wire: found 'int4'"):
+        HybridOPStrategy(wire="int4")  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,14 @@ from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_hybridop.callbacks import ComuTi, PeakMemory
-from lightning_hybridop.replay import LogRecorder, ReplayError, outputs_are_read, replay, share_metrics
+from lightning_hybridop.replay import (
+    LogRecorder,
+    ReplayError,
+    merged_reports,
+    outputs_are_read,
+    replay,
+    share_metrics,
+)
 
 
 class Logging(LightningModule):
@@ -420,3 +427,41 @@ def test_sharing_twice_exchanges_once() -> None:
     module.accuracy.compute()
 
     assert len(sent) == 1
+
+
+class TwoLogs(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MeanMetric()
+
+
+def logged_by(module: LightningModule, parts: Sequence[tuple[float, int]], start: int) -> LogRecorder:
+    recorder = LogRecorder(module)
+    for number, (weight, rows) in enumerate(parts, start=start):
+        with recorder.recording(weight=weight, rows=rows):
+            module.log("loss", torch.tensor(number * 0.5))
+            module.log("largest", float(number), reduce_fx=max)
+            module.log("per_row", float(number) ** 2, batch_size=rows + 1)
+            module.print("micro-batch", number)
+            if number == 2:
+                module.log("once", 7.0)
+    return recorder
+
+
+def test_what_replicas_report_of_their_shares_is_what_one_process_reports_of_all() -> None:
+    parts = [(0.1, 2), (0.5, 3), (0.4, 1), (0.0, 1)]
+    module = TwoLogs()
+    shares = [logged_by(module, parts[:2], 0), logged_by(module, parts[2:], 2), logged_by(module, [], 4)]
+    together = merged_reports([json.loads(json.dumps(share.report_of_share())) for share in shares])
+
+    assert together == logged_by(module, parts, 0).report()
+
+
+def test_a_metric_that_would_know_one_share_only_is_refused() -> None:
+    module = TwoLogs()
+    recorder = LogRecorder(module)
+    with recorder.recording(weight=0.5, rows=1):
+        module.accuracy.update(1.0)
+
+    with pytest.raises(ReplayError, match="training_step updated or logged a torchmetrics object"):
+        recorder.report_of_share()

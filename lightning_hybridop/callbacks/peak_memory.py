@@ -9,7 +9,8 @@ from lightning_hybridop.pipeline.measured import peak_memory_mib
 class PeakMemory(Callback):
     """At the end of training, gather each stage's peak resident set into `per_stage_mib` (MiB) on all ranks.
 
-    The order is that of the stages, whichever ranks run them; with strategies without stages that of the ranks.
+    The order is that of the stages, whichever ranks run them; with strategies without stages that of the ranks. Of replicas
+    the largest counts.
     """
 
     def __init__(self) -> None:
@@ -22,4 +23,4 @@ class PeakMemory(Callback):
             [stage, peak_memory_mib()], dtype=torch.float64, device=trainer.strategy.root_device
         )
         everyone = trainer.strategy.all_gather(own).reshape(-1, 2).tolist()
-        self.per_stage_mib = tuple(peak for _, peak in sorted(everyone))
+        self.per_stage_mib = tuple(dict(sorted(everyone)).values())

@@ -7,7 +7,7 @@ from pathlib import Path
 from hydra.errors import InstantiationException
 
 from lightning_hybridop.pipeline.world import first_failure as first_failure_of_run
-from lightning_hybridop.pipeline.world import lost_connection
+from lightning_hybridop.pipeline.world import lost_connection, told_of_lost
 
 
 class RunError(RuntimeError):
@@ -27,6 +27,12 @@ def sentence(error: BaseException) -> str:
     # Hydra wraps what a class or function of the configuration raised.
     while isinstance(error, InstantiationException) and error.__cause__ is not None:
         error = error.__cause__
+    # Of a run on several hosts each says which process failed, not that it could not reach it.
+    first = first_failure_of_run(error)
+    if lost := told_of_lost(error):
+        return " ".join(lost)
+    if first is not None and (first.silent or (lost_connection(error) and not first.follows)):
+        return str(first)
     text = " ".join(str(error).split())
     kind = type(error)
     if text and (kind.__module__.startswith("lightning_hybridop") or kind is ValueError):

@@ -59,12 +59,12 @@ def fit(overrides: Sequence[str], *, multirun: bool = False) -> None:
         if len(runs) > 1:
             print(f"Run {number} of {len(runs)}: {run.folder}", flush=True)
         write_configuration(run)
-        if len(plan.stages) == 1:
+        if plan.processes == 1:
             load_recipe("fit")(run.config, run.folder)
         else:
             launch.launch(
                 run.folder,
-                processes=len(plan.stages),
+                processes=plan.processes,
                 port=run.config.port,
                 restarts=run.config.restarts,
             )
@@ -91,10 +91,10 @@ def check(run: Run) -> Plan:
     config = run.config
     plan = run_plan(config)
     ranks = os.environ.get("WORLD_SIZE")
-    if ranks is not None and int(ranks) != len(plan.stages):
+    if ranks is not None and int(ranks) != plan.processes:
         raise ConfigurationError(
-            f"{ranks} processes were started but the plan has {len(plan.stages)} stages{_places(plan)}; start one process for "
-            "each."
+            f"{ranks} processes were started but the plan has {len(plan.stages)} stages"
+            f"{f' in {plan.replicas} replicas' if plan.replicas > 1 else ''}{_places(plan)}; start one process for each."
         )
     if ranks is None:
         check_hosts(plan)

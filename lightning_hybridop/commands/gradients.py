@@ -95,7 +95,7 @@ def _measured(config: DictConfig, plan: Plan, counts: list[int]) -> Iterator[Qua
     data.setup("fit")
     batches = _without_end(data.train_dataloader())
     anatomy = read_anatomy(module)
-    check_given_plan(plan, anatomy, ranks=len(plan.stages))
+    check_given_plan(plan, anatomy, ranks=plan.processes)
     hooks = module if isinstance(module, HybridOPMixin) else None
     names = zo_names(module, anatomy, plan)
     if hooks is not None:

@@ -64,7 +64,7 @@ options (name=value; --show prints all):
   hosts=<file>                      a hosts file; conf/cluster/lan.yaml shows what is in one
   start=true                        start the commands over ssh, without a password (BatchMode)
   command=doctor                    run `hybridop doctor` on all hosts in the place of `fit`
-  max_restarts=<number>             how often a run that failed goes on from its last checkpoint
+  restarts=<number>                 how often a run that failed goes on from its latest checkpoint
   min_hosts=<number>                with fewer hosts than all a run goes on as long as so many are left
   port=<port>                       on which the hosts find each other, in the place of the hosts file's
 
@@ -103,6 +103,7 @@ _PLAN_OPTIONS = """\
   exit_queries=<Q'>               further perturbations that leave at the last zo stage; auto: likewise
   estimator=loss|boundary|adjoint    how zo stages learn: differences of the loss; the gradient that the first bp stage
                                   sends back, where perturbations end at the last zo stage; or exact gradients
+  wire=bfloat16|float16|int8      how hidden states travel from stage to stage
   objective=makespan|paper        what is minimised: the estimated iteration time, or the published formula
   use_all=true                    leave no device out
 """
@@ -177,6 +178,7 @@ DAPPLE, Asteroid and HybridOP. Writes comparison.csv, comparison.json and compar
   queries=<Q>                     perturbations per micro-batch
   exit_queries=<Q'>               further perturbations that leave at the last zo stage
   estimator=loss|boundary|adjoint    how zo stages learn in HybridOP; the other two have a row each
+  wire=bfloat16|float16|int8      how hidden states travel in HybridOP; all other methods send them as they are
 """
     + _COMMON
     + """\

@@ -26,7 +26,7 @@ from lightning_hybridop.planning.fields import check_whole
 from lightning_hybridop.planning.hosts import Host, Hosts
 from lightning_hybridop.planning.plan import Plan
 
-OWN = ("command", "start", "max_restarts", "min_hosts", "hosts")
+OWN = ("command", "start", "min_hosts", "hosts")
 """Options of `hybridop launch` that it does not hand on as they are."""
 
 SSH = ("ssh", "-tt", "-o", "BatchMode=yes")
@@ -88,7 +88,7 @@ def host_commands(config: DictConfig, overrides: Sequence[str]) -> list[HostComm
         raise ConfigurationError(f"command is {config.command!r}, expected fit or doctor.")
     if not isinstance(config.start, bool):
         raise ConfigurationError(f"start: found {config.start!r}, expected true or false.")
-    check_whole("max_restarts", config.max_restarts, 0, error=ConfigurationError)
+    check_whole("restarts", config.restarts, 0, error=ConfigurationError)
     counts = processes_on_hosts(hosts, run_plan(config), measured=config.plan == AUTO)
     used = [host for host in hosts.hosts if counts[host.name]]
     if config.min_hosts is not None:
@@ -112,7 +112,7 @@ def host_commands(config: DictConfig, overrides: Sequence[str]) -> list[HostComm
             *("--rdzv-conf", f"is_host={int(meets_here)}"),
             *("--rdzv-id", f"hybridop-{config.name}"),
             *("--local-addr", host.reached_at),
-            *("--max-restarts", str(config.max_restarts)),
+            *("--max-restarts", str(config.restarts)),
             *("-m", "lightning_hybridop", config.command),
             *handed_on,
         )
@@ -237,12 +237,12 @@ def _is_this_host(host: Host) -> bool:
 
 
 def _repeat(stream: IO[bytes], prefix: str, lock: threading.Lock) -> None:
-    for line in stream:
-        text = line.decode("utf-8", errors="replace").replace("\r\n", "\n").rstrip("\n")
-        # Of a progress bar only what it came to.
-        shown = text.rpartition("\r")[2] or text
-        with lock:
-            print(f"{prefix}{shown}", flush=True)
+    with stream:
+        for line in stream:
+            # Of a progress bar only what it came to.
+            text = line.decode("utf-8", errors="replace").rstrip("\r\n").rpartition("\r")[2]
+            with lock:
+                print(f"{prefix}{text}", flush=True)
 
 
 def _interrupted(number: int, _frame: FrameType | None) -> None:

@@ -40,6 +40,8 @@ PLAN_OPTIONS = (
     "queries_per_forward",
     "difference",
     "exit_baseline",
+    "wire",
+    "replicas",
 )
 """The options of `strategy` that are part of a plan."""
 
@@ -133,7 +135,8 @@ def _planned(config: DictConfig) -> Plan:
         queries=_passes(strategy.queries, signs),
         exit_queries=_passes(strategy.exit_queries, signs),
         objective="makespan",
-        use_all=config.use_all,
+        # Whoever has come is to work.
+        use_all=config.use_all or config.present is not None,
         estimator=strategy.estimator,
     )
     blocks = config.model.blocks or _count_blocks(config.model.name)
@@ -142,7 +145,7 @@ def _planned(config: DictConfig) -> Plan:
             f"{config.model.name} has {blocks} blocks, but the workload {prediction.workload.architecture.name} that the "
             f"cluster was planned for has {prediction.plan.blocks}; choose a workload and a model of as many blocks."
         )
-    planned = ("micro_batches", "queries", "exit_queries", "estimator")
+    planned = ("micro_batches", "queries", "exit_queries", "estimator", "wire")
     options = {name: strategy[name] for name in PLAN_OPTIONS if name not in planned}
     plan = dataclasses.replace(
         prediction.plan,
@@ -154,6 +157,9 @@ def _planned(config: DictConfig) -> Plan:
     hosts = configured_hosts(config)
     if hosts is not None:
         plan = on_hosts(plan, hosts)
+    elif config.present is not None:
+        stages = tuple(dataclasses.replace(stage, host=stage.name) for stage in plan.stages)
+        plan = dataclasses.replace(plan, stages=stages)
     if not cluster.emulate:
         return plan
     if len(plan.stages) == 1:

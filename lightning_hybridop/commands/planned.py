@@ -14,8 +14,8 @@ from lightning_hybridop.devices.library import load_profiles, read_profile
 from lightning_hybridop.planning.cluster import Cluster, DeviceProfile, cluster_from_dict
 from lightning_hybridop.planning.costs import Objective, PipelineCosts, pipeline_costs
 from lightning_hybridop.planning.hosts import Hosts, cluster_of_hosts, hosts_from_dict
-from lightning_hybridop.planning.plan import Estimator, Plan
-from lightning_hybridop.planning.planner import PlannedPipeline
+from lightning_hybridop.planning.plan import Estimator, Plan, WireName
+from lightning_hybridop.planning.planner import PlannedPipeline, plan_layout
 from lightning_hybridop.planning.workload import Workload, workload_from_dict
 from lightning_hybridop.simulation.planning import plan_by_simulation, simulate_pipeline
 from lightning_hybridop.simulation.predict import (
@@ -71,14 +71,20 @@ def configured_cluster(config: DictConfig) -> Cluster:
             "devices, or measure this host with `hybridop fit plan=auto`."
         )
     values = OmegaConf.to_container(config.cluster)
-    return cluster_from_dict(values, {**load_profiles(), **_profile_files(config.cluster.devices)})
+    cluster = cluster_from_dict(values, {**load_profiles(), **_profile_files(config.cluster.devices)})
+    # Where each process stands for a host with one device.
+    return cluster if config.get("present") is None else cluster.only(config.present)
 
 
 def configured_hosts(config: DictConfig) -> Hosts | None:
-    """Return the hosts of `config.cluster`, None for a cluster that names none; raises ClusterError."""
+    """Return the hosts of `config.cluster`, of a run those that have come; None for a cluster that names none.
+
+    Raises ClusterError.
+    """
     if config.get("cluster") is None or "hosts" not in config.cluster:
         return None
-    return hosts_from_dict(OmegaConf.to_container(config.cluster))
+    hosts = hosts_from_dict(OmegaConf.to_container(config.cluster))
+    return hosts if config.get("present") is None else hosts.only(config.present)
 
 
 def _profile_files(entries: Any) -> dict[str, DeviceProfile]:
@@ -90,10 +96,12 @@ def _profile_files(entries: Any) -> dict[str, DeviceProfile]:
 
 
 def configured_workload(config: DictConfig) -> Workload:
-    """Return the mini-batch of `config.workload`; raises WorkloadError."""
+    """Return the mini-batch of `config.workload`, whose hidden states travel as the run says; raises WorkloadError."""
     if config.get("workload") is None:
         raise ConfigurationError("There is no workload; pass workload=<name>, such as workload=llama3_2_3b.")
-    return workload_from_dict(OmegaConf.to_container(config.workload))
+    workload = workload_from_dict(OmegaConf.to_container(config.workload))
+    wire = config.strategy.wire if "strategy" in config else config.get("wire")
+    return workload if wire is None else dataclasses.replace(workload, wire=wire)
 
 
 def predict(
@@ -161,16 +169,26 @@ def plan_costs(cluster: Cluster, workload: Workload, plan: Plan) -> PipelineCost
             f"The plan is for {plan.blocks} blocks, but the workload {workload.architecture.name} has "
             f"{workload.architecture.blocks}; choose the workload that the plan was made for."
         )
-    return pipeline_costs(
-        cluster,
-        workload,
-        micro_batches=plan.micro_batches,
-        queries=plan.queries,
-        exit_queries=plan.exit_queries,
-        exit_baseline=plan.exit_baseline == "exit",
-        estimator=plan.estimator,
-        queries_per_forward=plan.queries_per_forward,
-    )
+
+    def costs_with(wire: WireName | None) -> PipelineCosts:
+        return pipeline_costs(
+            cluster,
+            dataclasses.replace(workload, wire=wire),
+            micro_batches=plan.micro_batches,
+            queries=plan.queries,
+            exit_queries=plan.exit_queries,
+            exit_baseline=plan.exit_baseline == "exit",
+            estimator=plan.estimator,
+            queries_per_forward=plan.queries_per_forward,
+        )
+
+    # Each stage has a device of its own, whose links to the others take what its wire makes of a hidden state.
+    costs = costs_with(plan.wire)
+    links = list(costs.links)
+    for stage, part in zip(plan.stages, plan_layout(plan, costs), strict=True):
+        if stage.wire != plan.wire:
+            links[part.device] = costs_with(stage.wire).links[part.device]
+    return dataclasses.replace(costs, links=tuple(links))
 
 
 def configured_prediction(config: DictConfig) -> Prediction:

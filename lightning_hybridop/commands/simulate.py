@@ -83,7 +83,7 @@ def simulate(overrides: Sequence[str], *, html: bool) -> None:
 def _check_overrides(overrides: Sequence[str]) -> None:
     """Raise ConfigurationError when a plan file and options that it holds are given together."""
     keys = {override.partition("=")[0].lstrip("+") for override in overrides}
-    held = sorted(keys & {"micro_batches", "queries", "exit_queries", "estimator", "use_all"})
+    held = sorted(keys & {"micro_batches", "queries", "exit_queries", "estimator", "use_all", "wire"})
     if "plan" in keys and held:
         raise ConfigurationError(
             f"{held[0]} and plan= contradict each other; change it in the plan file instead."

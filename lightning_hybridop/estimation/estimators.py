@@ -24,9 +24,16 @@ Difference = Literal["forward", "central", "antithetic"]
 # own: a micro-batch, or with `directions="row"` a row of one.
 Losses = Mapping[tuple[int, int | None, int], float]
 
-# Machine epsilon of the arithmetic (torch.finfo), and the step that balances it against curvature.
-RESOLUTION = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10, "float64": 2.0**-52}
-DEFAULT_EPSILON = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 1e-2, "float64": 1e-5}
+# Machine epsilon of the arithmetic (torch.finfo), and the step that balances it against curvature. Hidden states that
+# travel as int8 are rounded to 1/127 of their row's largest value.
+RESOLUTION = {
+    "float32": 2.0**-23,
+    "bfloat16": 2.0**-7,
+    "float16": 2.0**-10,
+    "float64": 2.0**-52,
+    "int8": 2.0**-7,
+}
+DEFAULT_EPSILON = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 1e-2, "float64": 1e-5, "int8": 3e-2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

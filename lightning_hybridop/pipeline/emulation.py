@@ -86,21 +86,28 @@ class PacedChannel:
     def __init__(self, channel: Channel, link: LinkTimes, time_scale: float) -> None:
         self._channel = channel
         self._transfer = link.transfer * time_scale
+        self._back = link.back * time_scale
         self._latency = link.latency * time_scale
         self._free_at = 0.0
         # Its thread ends when the channel is no longer referred to.
         self._courier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hybridop-link")
         self._underway: list[tuple[Action, Future[None]]] = []
 
-    def send(self, tensor: Tensor, action: Action, dtype: torch.dtype) -> None:
-        """Let `tensor` travel over the link as `dtype`."""
-        self._free_at = max(self._free_at, time.perf_counter()) + action.count * self._transfer
-        arrival = self._free_at + self._latency
-        self._underway.append((action, self._courier.submit(self._deliver, arrival, tensor, action, dtype)))
+    @property
+    def sent_bytes(self) -> int:
+        """All that was ever sent."""
+        return self._channel.sent_bytes
 
-    def post(self, action: Action, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def send(self, tensor: Tensor, action: Action, form: torch.dtype) -> None:
+        """Let `tensor` travel over the link in the format `form`."""
+        seconds = self._back if action.kind is Kind.BACKWARD else action.count * self._transfer
+        self._free_at = max(self._free_at, time.perf_counter()) + seconds
+        arrival = self._free_at + self._latency
+        self._underway.append((action, self._courier.submit(self._deliver, arrival, tensor, action, form)))
+
+    def post(self, action: Action, shape: tuple[int, ...], form: torch.dtype) -> None:
         """Announce a receive, as `Channel.post` does."""
-        self._channel.post(action, shape, dtype)
+        self._channel.post(action, shape, form)
 
     def is_posted(self, action: Action) -> bool:
         """Tell whether a receive has been posted and not yet taken."""
@@ -109,6 +116,17 @@ class PacedChannel:
     def receive(self, action: Action) -> Tensor:
         """Wait for a posted tensor, as `Channel.receive` does."""
         return self._channel.receive(action)
+
+    @property
+    def held(self) -> int:
+        """How many messages wait here or are on the way, as far as is known."""
+        return len(self._underway) + self._channel.held
+
+    def make_room(self, window: int) -> None:
+        """Wait until fewer than `window` messages are on the way, and fewer than `window` delivered ones are not taken."""
+        while len(self._underway) >= window:
+            self._underway.pop(0)[1].result()
+        self._channel.make_room(window)
 
     def wait_until_taken(self, action: Action) -> None:
         """Wait until what was sent for `action` has been delivered and taken."""
@@ -127,8 +145,8 @@ class PacedChannel:
         self._underway.clear()
         self._channel.abandon()
 
-    def _deliver(self, arrival: float, tensor: Tensor, action: Action, dtype: torch.dtype) -> None:
+    def _deliver(self, arrival: float, tensor: Tensor, action: Action, form: torch.dtype) -> None:
         remaining = arrival - time.perf_counter()
         if remaining > 0:
             time.sleep(remaining)
-        self._channel.send(tensor, action, dtype)
+        self._channel.send(tensor, action, form)

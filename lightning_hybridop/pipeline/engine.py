@@ -13,14 +13,22 @@ from lightning_hybridop.pipeline.emulation import Pace, PacedChannel
 from lightning_hybridop.pipeline.stage import StageModel
 from lightning_hybridop.pipeline.transport import Channel
 from lightning_hybridop.pipeline.work import Perturbation, StageOutcome, Steps, Work
-from lightning_hybridop.planning.plan import Plan
+from lightning_hybridop.planning.plan import Plan, WireName
 from lightning_hybridop.schedules.actions import Action, Kind
-from lightning_hybridop.schedules.dependencies import PERTURBED_AHEAD
+from lightning_hybridop.schedules.flow import (
+    PERTURBED_AHEAD,
+    RECEIVES_AHEAD,
+    SENDS_AHEAD,
+    keeps_few_underway,
+    source_of,
+)
 from lightning_hybridop.schedules.timeline import TimedAction
 
-# How many receives are announced ahead of the one that is waited for: enough for a transfer to run beside the
-# computation, few enough to bound the buffers of a stage that lags behind.
-RECEIVES_AHEAD = 4
+WIRES: Mapping[WireName, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+}
 
 
 class Engine:
@@ -80,21 +88,22 @@ class Engine:
         token_shapes: Sequence[tuple[int, int]],
         weights: Sequence[float],
         perturbation: Perturbation,
+        sends_ahead: int = SENDS_AHEAD,
     ) -> StageOutcome:
         """Execute this stage's actions of one training mini-batch.
 
         `token_shapes` are the micro-batches' (rows, length), `weights` their shares of the loss. Gradients that the
-        parameters held before are left as they were; the new ones are in the outcome.
+        parameters held before are left as they were; the new ones are in the outcome. Of what was sent to a neighbour at
+        most `sends_ahead` messages wait here until it takes them; the schedule must come to its end with so few.
         """
         work = self.work(
             actions, steps=steps, token_shapes=token_shapes, weights=weights, perturbation=perturbation
         )
         outcome = work.outcome
         underway: list[Action] = []
-        bounded = self.plan.estimator == "boundary" and self.stage != self.plan.exit_stage
         with work.own_gradients():
             for position, action in enumerate(actions):
-                if bounded and action.kind is Kind.PERTURBED:
+                if keeps_few_underway(self.plan, self.stage, action):
                     self._keep_few_underway(underway, action)
                 incoming = self._receive(actions, position, token_shapes)
                 started = time.perf_counter()
@@ -103,7 +112,7 @@ class Engine:
                     self.pace.hold(action, started)
                 self._record(action, started, outcome.timeline)
                 if outgoing is not None:
-                    self._send(action, outgoing)
+                    self.send(action, outgoing, ahead=sends_ahead)
         for channel in self.channels.values():
             channel.flush()
         if self.pace is not None:
@@ -142,11 +151,14 @@ class Engine:
         step: Callable[[int], Any],
         whole_step: Callable[[], Any],
         token_shapes: Sequence[tuple[int, int]],
+        join: Callable[[list[Tensor]], list[Tensor] | None] = lambda ended_BTD: ended_BTD,
     ) -> Any:
         """Execute a forward-only schedule; the last stage returns what `whole_step` does, the others None.
 
         `step` runs the user's step on one micro-batch and `whole_step` on the mini-batch. Only the latter runs to its
-        end, once and on the last stage, so that whatever the step does behind the model is done as in one process.
+        end, once and on the last stage, so that whatever the step does behind the model is done as in one process. `join`
+        makes the hidden states of the whole mini-batch from those of `actions`; where it returns None another replica's
+        last stage goes on with them.
         """
         output: Any = None
         if self.is_last and self.stage == 0:
@@ -159,10 +171,13 @@ class Engine:
                 assert incoming is not None
                 ended_BTD.append(self.model.through_blocks(run, incoming))
             else:
-                self._send(action, self.model.hidden(run, incoming))
-        if self.is_last:
+                self.send(action, self.model.hidden(run, incoming))
+        joined_BTD = join(ended_BTD) if self.is_last else None
+        if joined_BTD is not None:
             with self.model.behind_blocks():
-                output = self.model.output(whole_step, torch.cat(ended_BTD))
+                output = self.model.output(
+                    whole_step, torch.cat([part.to(self.device) for part in joined_BTD])
+                )
         for channel in self.channels.values():
             channel.flush()
         return output
@@ -176,39 +191,59 @@ class Engine:
             self.channels[self.stage + 1].wait_until_taken(underway.pop(0))
         underway.append(action)
 
-    def _source(self, action: Action) -> int | None:
-        """Return the stage whose tensor an action consumes; None if it needs none."""
-        if action.kind is Kind.BACKWARD:
-            return None if self.is_last else self.stage + 1
-        if self.stage == 0 or (action.kind is Kind.EXIT and action.query is None):
-            return None
-        return self.stage - 1
-
     def _receive(
         self, actions: Sequence[Action], position: int, token_shapes: Sequence[tuple[int, int]]
     ) -> Tensor | None:
         """Announce the next receives, then wait for this action's own."""
         for action in actions[position : position + 1 + RECEIVES_AHEAD]:
-            source = self._source(action)
+            source = source_of(self.plan, self.stage, action)
             if source is not None and not self.channels[source].is_posted(action):
-                backward = action.kind is Kind.BACKWARD
-                dtype = self._gradient_dtype(self.stage) if backward else self.boundary_dtypes[source]
                 rows, length = token_shapes[action.micro_batch]
-                shape = (rows * action.count, length, self.width)
-                self.channels[source].post(action, shape, dtype)
-        source = self._source(actions[position])
-        return None if source is None else self._on_device(self.channels[source].receive(actions[position]))
+                self.post(action, (rows * action.count, length, self.width))
+        source = source_of(self.plan, self.stage, actions[position])
+        return None if source is None else self.receive(actions[position])
 
-    def _on_device(self, received: Tensor) -> Tensor:
-        """Move what was received to this stage's device; widened on the way where that has no bfloat16."""
-        lacking = received.dtype == torch.bfloat16 and not self._has_bfloat16
-        return (received.float() if lacking else received).to(self.device)
-
-    def _send(self, action: Action, tensor: Tensor) -> None:
+    def post(self, action: Action, shape: tuple[int, ...]) -> None:
+        """Announce that the hidden state or gradient of `action` will be received."""
         if action.kind is Kind.BACKWARD:
-            self.channels[self.stage - 1].send(tensor, action, self._gradient_dtype(self.stage - 1))
+            self.channels[self.stage + 1].post(action, shape, self._gradient_form(self.stage))
         else:
-            self.channels[self.stage + 1].send(tensor, action, self.boundary_dtypes[self.stage])
+            self.channels[self.stage - 1].post(action, shape, self._hidden_form(self.stage - 1))
+
+    def receive(self, action: Action) -> Tensor:
+        """Wait for what was announced, and return it on this stage's device as if it had travelled in its own dtype."""
+        backward = action.kind is Kind.BACKWARD
+        source = self.stage + 1 if backward else self.stage - 1
+        dtype = self._gradient_dtype(self.stage) if backward else self.boundary_dtypes[source]
+        # Widened on the way to a device that has no bfloat16.
+        lacking = dtype == torch.bfloat16 and not self._has_bfloat16
+        return self.channels[source].receive(action).to(torch.float32 if lacking else dtype).to(self.device)
+
+    def send(self, action: Action, tensor: Tensor, *, ahead: int = SENDS_AHEAD) -> None:
+        """Start sending the hidden state or gradient of `action` to the stage that waits for it.
+
+        Waits until fewer than `ahead` earlier messages are left that this stage has not taken.
+        """
+        backward = action.kind is Kind.BACKWARD
+        channel = self.channels[self.stage - 1 if backward else self.stage + 1]
+        channel.make_room(ahead)
+        channel.send(
+            tensor, action, self._gradient_form(self.stage - 1) if backward else self._hidden_form(self.stage)
+        )
+
+    @property
+    def sent_bytes(self) -> int:
+        """All that this stage ever sent to its neighbours."""
+        return sum(channel.sent_bytes for channel in self.channels.values())
+
+    def _hidden_form(self, stage: int) -> torch.dtype:
+        """Return the format that hidden states travel in from `stage` to the next one."""
+        wire = self.plan.stages[stage].wire
+        return self.boundary_dtypes[stage] if wire is None else WIRES[wire]
+
+    def _gradient_form(self, stage: int) -> torch.dtype:
+        """Return the format that gradients travel in to `stage` from the next one."""
+        return self._gradient_dtype(stage) if self.plan.stages[stage].wire is None else torch.bfloat16
 
     def _gradient_dtype(self, stage: int) -> torch.dtype:
         """Return what a stage receives gradients in: its own dtype, but for float16, which small gradients fall out of."""

@@ -11,10 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybridop.pipeline.batches import BatchError
-from lightning_hybridop.pipeline.packing import can_be_packed, pack, unpack
-
-MOST_BYTES = 2**36
-"""No message between processes is longer."""
+from lightning_hybridop.pipeline.packing import can_be_packed, checked_length, pack, unpack
 
 
 def broadcast_json(value: Any, *, source: int) -> Any:
@@ -91,12 +88,7 @@ def _broadcast_bytes(content: bytes, *, source: int) -> bytes:
     if dist.get_rank() == source:
         dist.broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8), source)
         return content
-    if not 0 <= int(length) <= MOST_BYTES:
-        raise BatchError(
-            f"A message of {int(length)} bytes was announced, more than the {MOST_BYTES} that any can have; somebody else than "
-            "this run's processes may reach its ports."
-        )
-    received = torch.empty(int(length), dtype=torch.uint8)
+    received = torch.empty(checked_length(length), dtype=torch.uint8)
     dist.broadcast(received, source)
     return received.numpy().tobytes()
 
@@ -110,12 +102,12 @@ def gather_json(value: Any) -> list[Any]:
 
 
 def gather_numbers(numbers: Sequence[float], ranks: Sequence[int]) -> list[list[float]]:
-    """Return the numbers of each rank in `ranks`, which must be all ranks in some order; lists may differ in length."""
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in ranks]
+    """Return the numbers of each rank in `ranks`, in that order; lists may differ in length. Collective over all ranks."""
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(lengths, torch.tensor([len(numbers)]))
     mine = torch.zeros(int(max(lengths)), dtype=torch.float64)
     mine[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
-    gathered = [torch.empty_like(mine) for _ in ranks]
+    gathered = [torch.empty_like(mine) for _ in lengths]
     dist.all_gather(gathered, mine)
     return [gathered[rank][: int(lengths[rank])].tolist() for rank in ranks]
 

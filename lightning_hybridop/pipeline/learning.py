@@ -19,10 +19,13 @@ from lightning_hybridop.pipeline.estimates import (
     warn_of_lost_and_drowned,
 )
 from lightning_hybridop.pipeline.exchange import broadcast_json
+from lightning_hybridop.pipeline.replicas import Replicas, renumbered, share_of, summed
 from lightning_hybridop.pipeline.work import Perturbation, StageOutcome, Steps
 from lightning_hybridop.planning.plan import Plan
 from lightning_hybridop.schedules import build_schedule
 from lightning_hybridop.schedules.actions import Action
+from lightning_hybridop.schedules.dependencies import backwards
+from lightning_hybridop.schedules.flow import sends_ahead
 from lightning_hybridop.schedules.timeline import TimedAction
 
 
@@ -30,17 +33,19 @@ from lightning_hybridop.schedules.timeline import TimedAction
 class MiniBatchResult:
     """What a rank has after a mini-batch: the full loss, its own gradients by parameter name, and what it measured.
 
-    `report` is what the last stage wanted all ranks to know. `estimate` is None without a stage that estimates.
-    `exit_loss` is the mean of the early-exit losses, None without any.
+    `report` is what each replica's last stage wanted all ranks to know, `actions` are the first replica's. `estimate` is None without a stage that estimates.
+    `exit_loss` is the mean of the early-exit losses, None without any. `sent_bytes` are what this stage sent to its
+    neighbours.
     """
 
     loss: float
     gradients: Mapping[str, Tensor]
     estimate: Estimate | None
     exit_loss: float | None
-    report: Any
+    report: list[Any]
     actions: Sequence[tuple[Action, ...]]
     timeline: tuple[TimedAction, ...]
+    sent_bytes: int
 
 
 def train_mini_batch(
@@ -51,18 +56,24 @@ def train_mini_batch(
     steps: Steps,
     settings: EstimatorSettings,
     step: int,
-    rank_of_stage: Sequence[int],
+    replicas: Replicas,
     report: Callable[[], Any],
     queries_per_forward: int = 1,
     running_exit_loss: float | None = None,
 ) -> MiniBatchResult:
-    """Run one mini-batch of `len(weights)` micro-batches through the pipeline. Collective.
+    """Run one mini-batch of `len(weights)` micro-batches through the pipeline, or its replicas. Collective.
 
-    `report` is called on the last stage after its last action. All ranks return the same loss: the mean of the
+    Each replica runs a share of the micro-batches, whose weights and numbers are those in the whole mini-batch. Of zo stages
+    replicas tell each other only what was measured, and all estimate the same; other gradients are added up.
+    `report` is called on the last stages after their last action. All ranks return the same loss: the mean of the
     micro-batch losses by weight. `running_exit_loss` is what exits are compared with if the plan says so; without one
     yet, this mini-batch's own mean is.
     """
-    plan = replace(engine.plan, micro_batches=len(weights), queries_per_forward=queries_per_forward)
+    count = len(replicas.ranks)
+    shares = [share_of(len(weights), replicas=count, index=index) for index in range(count)]
+    share = shares[replicas.index]
+    # The first replica has the most to do, and always something.
+    plan = replace(engine.plan, micro_batches=len(shares[0]), queries_per_forward=queries_per_forward)
     schedule = build_schedule(plan)
     perturbation = Perturbation(
         seed=settings.seed,
@@ -71,21 +82,28 @@ def train_mini_batch(
         directions=settings.directions,
         distribution=settings.distribution,
     )
-    outcome = engine.train(
-        schedule[engine.stage],
-        steps=steps,
-        token_shapes=token_shapes,
-        weights=weights,
-        perturbation=perturbation,
-    )
+    sent_before = engine.sent_bytes
+    outcome = StageOutcome()
+    if share:
+        own = replace(plan, micro_batches=len(share))
+        outcome = engine.train(
+            renumbered(build_schedule(own)[engine.stage], share),
+            steps=steps,
+            token_shapes=token_shapes,
+            weights=weights,
+            perturbation=perturbation,
+            sends_ahead=sends_ahead(own),
+        )
     message = (_encode(outcome.base), _encode(outcome.perturbed), report() if engine.is_last else None)
-    base_list, perturbed_list, shared_report = broadcast_json(message, source=rank_of_stage[-1])
-    base = _decode(base_list)
+    told = [broadcast_json(message, source=rank) for rank in replicas.last_stages]
+    base = _decode([row for base_list, _, _ in told for row in base_list])
+    perturbed = _decode([row for _, perturbed_list, _ in told for row in perturbed_list])
+    role = plan.stages[engine.stage].role
     loss = math.fsum(weight * base[m, None, 1] for m, weight in enumerate(weights) if weight > 0.0)
     result: Estimate | None = None
     exit_loss: float | None = None
     if plan.exit_stage is not None and plan.estimator != "adjoint":
-        measured = _share(outcome, plan, base, _decode(perturbed_list), rank_of_stage)
+        measured = _share(outcome, plan, base, perturbed, replicas.of_stage(plan.exit_stage))
         exit_loss = mean_exit_loss(measured.early_exit)
         result = estimate_of(
             measured,
@@ -100,7 +118,9 @@ def train_mini_batch(
             result, measured, loss=loss, settings=settings, moved=len(engine.zo_parameters) > 0
         )
     gradients: Mapping[str, Tensor] = outcome.gradients
-    if plan.stages[engine.stage].role == "zo":
+    if count > 1 and backwards(plan, engine.stage) and not (role == "zo" and plan.estimator == "boundary"):
+        gradients = summed(gradients, engine.parameters, peers=replicas.of_stage(engine.stage))
+    if role == "zo":
         if result is not None:
             gradients = estimated_gradients(engine.zo_parameters, result)
         else:
@@ -112,28 +132,29 @@ def train_mini_batch(
         gradients=gradients,
         estimate=result,
         exit_loss=exit_loss,
-        report=shared_report,
+        report=[shared_report for _, _, shared_report in told],
         actions=schedule,
         timeline=tuple(outcome.timeline),
+        sent_bytes=engine.sent_bytes - sent_before,
     )
 
 
 def _share(
-    outcome: StageOutcome, plan: Plan, base: Losses, perturbed: Losses, rank_of_stage: Sequence[int]
+    outcome: StageOutcome, plan: Plan, base: Losses, perturbed: Losses, exit_ranks: Sequence[int]
 ) -> Measured:
-    """Return what the exit stage and the last one have measured, on every rank. Collective."""
-    assert plan.exit_stage is not None
-    source = rank_of_stage[plan.exit_stage]
+    """Return what the exit stages and the last ones have measured, on every rank. Collective."""
     early_exit: Losses = {}
     if plan.exit_queries > 0:
-        early_exit = _decode(broadcast_json(_encode(outcome.early_exit), source=source))
+        encoded = [broadcast_json(_encode(outcome.early_exit), source=rank) for rank in exit_ranks]
+        early_exit = _decode([row for rows in encoded for row in rows])
     products: Products = {}
     largest_movement = 0.0
     if plan.estimator == "boundary":
         own = outcome.products
-        told = None if own is None else (_encode(own.changes), own.largest_movement)
-        encoded, largest_movement = broadcast_json(told, source=source)
-        products = _decode(encoded)
+        message = ([], 0.0) if own is None else (_encode(own.changes), own.largest_movement)
+        told = [broadcast_json(message, source=rank) for rank in exit_ranks]
+        products = _decode([row for rows, _ in told for row in rows])
+        largest_movement = max(movement for _, movement in told)
     return Measured(
         base=base,
         perturbed=perturbed,

@@ -14,17 +14,20 @@ _NUMBERS = 3  # of each mini-batch
 
 
 class MiniBatchTimes:
-    """Notes when each mini-batch began and ended on this stage and how long the stage was busy, in seconds."""
+    """Notes when each mini-batch began and ended on this stage, how long the stage was busy, and what it sent."""
 
     def __init__(self) -> None:
         self._numbers: list[float] = []
+        self._sent_bytes = 0
 
-    def add(self, timeline: Timeline) -> None:
-        """Note one mini-batch's actions on this stage."""
+    def add(self, timeline: Timeline, sent_bytes: int = 0) -> None:
+        """Note one mini-batch's actions on this stage, and the bytes that it sent to its neighbours."""
+        self._sent_bytes += sent_bytes
         busy = sum(timed.end - timed.start for timed in timeline)
+        # A replica may have had nothing to do.
         self._numbers += [
-            min(timed.start for timed in timeline),
-            max(timed.end for timed in timeline),
+            min((timed.start for timed in timeline), default=0.0),
+            max((timed.end for timed in timeline), default=0.0),
             busy,
         ]
 
@@ -34,6 +37,13 @@ class MiniBatchTimes:
             return None
         stages = gather_numbers([peak_memory_mib(), *self._numbers], rank_of_stage)
         return figures([stage[1:] for stage in stages], [stage[0] for stage in stages])
+
+    def gather_sent_mib(self, rank_of_stage: Sequence[int]) -> tuple[float, ...]:
+        """Return the mean MiB that each stage sends in a mini-batch, on every rank; none before the first. Collective."""
+        if not self._numbers:
+            return ()
+        mine = self._sent_bytes * _NUMBERS / len(self._numbers) / MIB
+        return tuple(mean for (mean,) in gather_numbers([mine], rank_of_stage))
 
 
 def figures(stages: Sequence[Sequence[float]], memory_mib: Sequence[float]) -> Figures:

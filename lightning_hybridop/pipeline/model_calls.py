@@ -35,10 +35,15 @@ class ModelCalls:
         engine: this stage's engine, which knows its part of the model and its neighbours.
         language_model: the Hugging Face style model in the module, None if there is none.
         last_rank: the rank of the last stage.
+        listens: whether this process belongs to another replica than that stage, so that it only waits for the end.
     """
 
-    def __init__(self, engine: Engine, *, language_model: nn.Module | None, last_rank: int) -> None:
+    def __init__(
+        self, engine: Engine, *, language_model: nn.Module | None, last_rank: int, listens: bool = False
+    ) -> None:
         self._engine = engine
+        self._listens = listens
+        self._leads = engine.is_last and not listens
         self._model = engine.model
         self._language_model = language_model
         self._last_rank = last_rank
@@ -85,13 +90,14 @@ class ModelCalls:
 
         `result` is what `broadcast_nested` takes.
         """
-        if self._engine.is_last:
+        if self._leads:
             self.abandon()
             broadcast_nested({"over": result}, source=self._last_rank)
             return result
         while "over" not in (message := broadcast_nested(None, source=self._last_rank)):
-            with torch.no_grad():
-                self._serve(message)
+            if not self._listens:
+                with torch.no_grad():
+                    self._serve(message)
         self._flush()
         self.abandon()
         return message["over"]
@@ -125,7 +131,7 @@ class ModelCalls:
                 self._model.drop_received()
                 return generate(*arguments, **keywords)
         # In a hook all ranks are here together.
-        if not self._engine.is_last:
+        if not self._leads:
             return self._move(self.serve_until_over(None))
         with self._forwards_asked_for(needed=lambda: True):
             tokens_BT = generate(*arguments, **keywords)
@@ -220,21 +226,15 @@ class ModelCalls:
         language_model = self._language_model
         hidden_BTD = self._model.hidden(lambda: language_model(**inputs), received_BTD)
         self._flush()
-        self._engine.channels[self._engine.stage + 1].send(
-            hidden_BTD, self._next_action(), self._engine.boundary_dtypes[self._engine.stage]
-        )
+        self._engine.send(self._next_action(), hidden_BTD)
         self._calls += 1
 
     def _receive(self, inputs: Mapping[str, Any]) -> Tensor:
-        channel, action = self._engine.channels[self._engine.stage - 1], self._next_action()
-        channel.post(
-            action,
-            (*token_shape(inputs), self._engine.width),
-            self._engine.boundary_dtypes[self._engine.stage - 1],
-        )
+        action = self._next_action()
+        self._engine.post(action, (*token_shape(inputs), self._engine.width))
         if self._engine.is_last:
             self._calls += 1
-        return channel.receive(action).to(self._engine.device)
+        return self._engine.receive(action)
 
     def _next_action(self) -> Action:
         return Action(kind=Kind.FORWARD, micro_batch=self._calls % _QUERY, query=_QUERY)

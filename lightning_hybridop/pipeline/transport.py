@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybridop.pipeline.wire import decode, encode, encoded_bytes
 from lightning_hybridop.schedules.actions import Action, Kind
 
 
@@ -33,15 +34,15 @@ def message_tag(action: Action) -> int:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Posted:
     work: dist.Work
-    wire: Tensor
-    dtype: torch.dtype
+    message: Tensor
+    shape: tuple[int, ...]
+    form: torch.dtype
 
 
 class Channel:
     """Messages of one mini-batch from this stage to a neighbour and back.
 
-    Tensors travel in host memory; 16-bit floats travel as int16 views, because Gloo knows no bfloat16. Receives are
-    posted ahead, sends are kept alive until `flush`.
+    Tensors travel through host memory as bytes (see `wire`). Receives are posted ahead, sends are kept alive until `flush`.
 
     Args:
         peer: the neighbour's global rank.
@@ -55,31 +56,33 @@ class Channel:
         self._timeout = timeout
         self._posted: dict[Action, _Posted] = {}
         self._sent: list[tuple[Action, dist.Work, Tensor]] = []
+        self.sent_bytes = 0
+        """All that was ever sent."""
 
-    def send(self, tensor: Tensor, action: Action, dtype: torch.dtype) -> None:
-        """Start sending `tensor` as `dtype`; returns at once."""
-        wire = _wire(tensor.detach().to(device="cpu", dtype=dtype).contiguous())
+    def send(self, tensor: Tensor, action: Action, form: torch.dtype) -> None:
+        """Start sending `tensor` in the format `form`; returns at once."""
+        message = encode(tensor, form)
         try:
-            work = dist.isend(wire, self._peer, tag=message_tag(action))
+            work = dist.isend(message, self._peer, tag=message_tag(action))
         except RuntimeError as error:
             raise self._lost(action, "did not take", error) from error
         assert work is not None
-        self._sent.append((action, work, wire))
+        self._sent.append((action, work, message))
+        self.sent_bytes += message.numel()
 
-    def post(self, action: Action, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Announce that a tensor of this shape and dtype will be received."""
-        buffer = torch.empty(shape, dtype=dtype)
-        wire = _wire(buffer)
-        work = dist.irecv(wire, self._peer, tag=message_tag(action))
+    def post(self, action: Action, shape: tuple[int, ...], form: torch.dtype) -> None:
+        """Announce that a tensor of this shape will be received in the format `form`."""
+        message = torch.empty(encoded_bytes(shape, form), dtype=torch.uint8)
+        work = dist.irecv(message, self._peer, tag=message_tag(action))
         assert work is not None
-        self._posted[action] = _Posted(work=work, wire=wire, dtype=dtype)
+        self._posted[action] = _Posted(work=work, message=message, shape=shape, form=form)
 
     def is_posted(self, action: Action) -> bool:
         """Tell whether the receive of `action` has been posted and not yet taken."""
         return action in self._posted
 
     def receive(self, action: Action) -> Tensor:
-        """Wait for a posted tensor and return it, in host memory.
+        """Wait for a posted tensor and return it, in host memory and the dtype that its format decodes to.
 
         Raises:
             TransportError: the neighbour is gone or silent for longer than the timeout.
@@ -90,7 +93,22 @@ class Channel:
         except RuntimeError as error:
             raise self._lost(action, "sent nothing for", error) from error
         posted = self._posted.pop(action)
-        return posted.wire.view(posted.dtype)
+        return decode(posted.message, posted.shape, posted.form)
+
+    @property
+    def held(self) -> int:
+        """How many messages wait here, as far as is known, because the neighbour has not taken them."""
+        return len(self._sent)
+
+    @property
+    def held_bytes(self) -> int:
+        """The size of these messages."""
+        return sum(message.numel() for _, _, message in self._sent)
+
+    def make_room(self, window: int) -> None:
+        """Wait until fewer than `window` messages wait here, oldest first."""
+        while len(self._sent) >= window:
+            self._await_send(0)
 
     def wait_until_taken(self, action: Action) -> None:
         """Wait until the neighbour has taken what was sent for `action`, whatever it has not taken of before."""
@@ -121,10 +139,6 @@ class Channel:
             f"{self._description} {what} {action.kind.value} of micro-batch {action.micro_batch} within "
             f"{self._timeout.total_seconds():g} s ({_first_line(error)}); look at that stage's own error first."
         )
-
-
-def _wire(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.int16) if tensor.element_size() == 2 and tensor.is_floating_point() else tensor
 
 
 def _first_line(error: BaseException) -> str:

@@ -37,7 +37,8 @@ _Answer = TypeVar("_Answer")
 class Failure:
     """The failure of one process: its rank and host, which stage it is, and its error in one sentence.
 
-    One that is `silent` has not told of it: the others noticed that it beats no longer.
+    One that is `silent` has not told of it: the others noticed that it beats no longer. A failure that `follows` is about
+    another process that could not be reached.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class Failure:
     stage: str
     sentence: str
     silent: bool = False
+    follows: bool = False
 
     def __str__(self) -> str:
         return f"{self.stage} (rank {self.rank}, host {self.host}) failed: {self.sentence}"
@@ -158,7 +160,7 @@ class World:
             return
         self._rest()
         if self._noticed is not None:
-            _mark(error, first=self._noticed, rank=self._rank, silent=[])
+            _mark(error, first=self._noticed, rank=self._rank, lost=[])
             return
         text = (str(error).splitlines() or [""])[0]
         kind = type(error).__name__
@@ -167,13 +169,14 @@ class World:
             host=host_name(),
             stage=stage,
             sentence=f"{kind}: {text}" if text else kind,
+            follows=lost_connection(error),
         )
         try:
             first = self._within(SECONDS_TO_MEET, lambda: self._first(own))
         except TimeoutError:
             first = own
-        lost = self._silent() if first == own and lost_connection(error) else []
-        _mark(error, first=first, rank=self._rank, silent=lost)
+        silent = self._silent() if own.follows and first.follows else []
+        _mark(error, first=first, rank=self._rank, lost=[self._lost(rank) for rank in silent])
 
     def meet_after(self, error: BaseException, *, stage: str, step: int) -> None:
         """Connect all processes anew after `error`, which may be another one on each. Collective.
@@ -198,7 +201,7 @@ class World:
         except MeetingError as failed:
             first = first_failure(error)
             assert first is not None
-            _mark(failed, first=first, rank=self._rank, silent=[])
+            _mark(failed, first=first, rank=self._rank, lost=[])
             raise
 
     def meet_again(self, patience: float) -> None:
@@ -244,6 +247,11 @@ class World:
             gone = Failure(rank=0, host="unknown", stage="The process", sentence="it is gone")
             return own if self._rank == 1 else gone
         return Failure(**json.loads(first))
+
+    def _lost(self, rank: int) -> str:
+        """Return what is to be said of a process that ended without a word."""
+        host, stage = self._known.get(rank, ("unknown", "A process"))
+        return f"{stage} (rank {rank}, host {host}) ended without a word: it was killed, or its host is out of reach."
 
     def _silent(self) -> list[int]:
         """Return the ranks that report no failure within a moment of another's: they were killed or are unreachable."""
@@ -346,15 +354,22 @@ def first_failure(error: BaseException) -> Failure | None:
     return found if isinstance(found, Failure) else None
 
 
-def _mark(error: BaseException, *, first: Failure, rank: int, silent: list[int]) -> None:
-    """Note in `error`, for whoever prints or catches it, which process of the run failed first."""
+def told_of_lost(error: BaseException) -> list[str]:
+    """Return a sentence for each process that ended without a word and so led to `error`."""
+    found = getattr(error, "_hybridop_lost", [])
+    return found if isinstance(found, list) else []
+
+
+def _mark(error: BaseException, *, first: Failure, rank: int, lost: list[str]) -> None:
+    """Note in `error`, for whoever prints or catches it, which process of the run failed first, and which are lost."""
     error.__dict__["_hybridop_first_failure"] = first
+    error.__dict__["_hybridop_lost"] = lost
     if first.rank == rank:
         error.add_note(f"This was {first.stage}, rank {first.rank} on host {first.host}.")
     else:
         error.add_note(f"{first}")
-    for lost in silent:
-        error.add_note(f"Rank {lost} ended without a word: it was killed, or its host is out of reach.")
+    for sentence in lost:
+        error.add_note(sentence)
 
 
 def speak_once(rank: int, host: str, *, speaks_for_host: bool) -> None:
@@ -371,7 +386,7 @@ def speak_once(rank: int, host: str, *, speaks_for_host: bool) -> None:
         if first is None or first.rank == rank:
             previous(kind, error, trace)  # type: ignore[arg-type]  # a traceback, whose type typeshed calls otherwise
         elif first.host != host and speaks_for_host and not first.silent:  # else it has been said
-            print(first, file=sys.stderr)
+            print(*(told_of_lost(error) or [str(first)]), sep="\n", file=sys.stderr)
 
     hook.speaks_once = True  # type: ignore[attr-defined]
     sys.excepthook = hook

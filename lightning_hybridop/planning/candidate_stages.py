@@ -96,7 +96,7 @@ class Terms:
         comes_back = not zo_before or self.estimator == "adjoint"
         among_zo = zo_before and zo_after
         sums = {
-            "first_order": link.arrival * (2 if comes_back else 1),
+            "first_order": link.arrival + (link.back + link.latency if comes_back else 0.0),
             "busiest": link.arrival,
             "zo_stages": link.arrival if among_zo else 0.0,
         }

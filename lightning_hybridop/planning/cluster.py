@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,8 +153,14 @@ class Cluster:
         """Return the link between two devices, given by name in either order."""
         return self.links.get((min(first, second), max(first, second)), self.link)
 
-    def only(self, names: tuple[str, ...]) -> "Cluster":
-        """Return this cluster with the named devices alone."""
+    def only(self, names: Sequence[str]) -> "Cluster":
+        """Return this cluster with the named devices alone; ClusterError if it has no device of a name."""
+        known = {device.name for device in self.devices}
+        for name in names:
+            if name not in known:
+                raise ClusterError(
+                    f"The cluster {self.name} has no device {name}; it has {', '.join(sorted(known))}."
+                )
         return dataclasses.replace(
             self,
             devices=tuple(device for device in self.devices if device.name in names),

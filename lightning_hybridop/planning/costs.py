@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_hybridop.planning.cluster import BYTES_PER_GB, Cluster, ClusterError, Device, DeviceProfile
-from lightning_hybridop.planning.plan import PERTURBED_AHEAD, Estimator, Role
+from lightning_hybridop.planning.plan import PERTURBED_AHEAD, Estimator, Role, WireName
 from lightning_hybridop.planning.workload import DTYPE_BYTES, PartCosts, Workload, WorkloadError
 
 # A vector-Jacobian product as a graph of inference operators takes this many times its forward: measured once, on six
@@ -36,10 +36,19 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTimes:
-    """How long one micro-batch's hidden state (or its gradient) keeps a link busy, and the latency behind that."""
+    """How long one micro-batch's hidden state keeps a link busy, and the latency behind that.
+
+    `gradient` is how long a gradient that comes back does; None: as long.
+    """
 
     transfer: float = 0.0
     latency: float = 0.0
+    gradient: float | None = None
+
+    @property
+    def back(self) -> float:
+        """Seconds that a gradient keeps the link busy on its way back."""
+        return self.transfer if self.gradient is None else self.gradient
 
     @property
     def arrival(self) -> float:
@@ -137,7 +146,9 @@ def makespan_estimate(
     to_the_end = queries if estimator == "loss" else 0
     passes = (1 + to_the_end if zo else 1) * micro_batches
     crossing = sum(link.arrival for link in links)
-    back = sum(link.arrival for before, link in zip(stages, links, strict=False) if before.role == "bp")
+    back = sum(
+        link.back + link.latency for before, link in zip(stages, links, strict=False) if before.role == "bp"
+    )
     first_order = head_time(stages, micro_batches=micro_batches, queries=to_the_end) + crossing + back
     busiest = max(
         [
@@ -235,9 +246,10 @@ class DeviceCosts:
 class PipelineCosts:
     """What the planner knows: every device's costs, and `links[a][b]` between devices a and b (symmetric).
 
-    `rows` are those of one micro-batch, `hidden_bytes` is the size of its hidden state, which `links` are the times
-    of, `float32_bytes` that in float32; `adapter_bytes` is the size of one block's adapter gradients. `exit_baseline`
-    says that early exits cost one more forward of the exit stage. `queries_per_forward` is a plan's.
+    `rows` are those of one micro-batch, `hidden_bytes` is the size of its hidden state, `float32_bytes` that in float32;
+    `links` are the times of it and of its gradient as they travel with `wire`. `adapter_bytes` is the size of one block's
+    adapter gradients. `exit_baseline` says that early exits cost one more forward of the exit stage. `queries_per_forward`
+    is a plan's.
     With tied embeddings a device that has both embedding and head holds the matrix once.
     """
 
@@ -251,6 +263,7 @@ class PipelineCosts:
     queries_per_forward: int = 1
     tied_embeddings: bool = False
     rows: float = 1.0
+    wire: WireName | None = None
     hidden_bytes: float = 0.0
     float32_bytes: float = 0.0
     adapter_bytes: float = 0.0
@@ -430,9 +443,12 @@ def pipeline_costs(
         )
     devices = tuple(_device_costs(device, cluster, workload, micro_batches) for device in cluster.devices)
     # Where the rows cannot be cut evenly, the largest micro-batch sets the pace and the memory.
-    block = workload.block(math.ceil(workload.rows / micro_batches))
+    rows = math.ceil(workload.rows / micro_batches)
+    block = workload.block(rows)
     size = block.output_bytes
-    links = tuple(tuple(_link_times(cluster, a, b, size) for b in cluster.devices) for a in cluster.devices)
+    links = tuple(
+        tuple(_link_times(cluster, a, b, workload, rows) for b in cluster.devices) for a in cluster.devices
+    )
     return PipelineCosts(
         devices=devices,
         links=links,
@@ -443,18 +459,23 @@ def pipeline_costs(
         estimator=estimator,
         queries_per_forward=queries_per_forward,
         tied_embeddings=workload.architecture.tied_embeddings,
-        rows=math.ceil(workload.rows / micro_batches),
+        rows=rows,
+        wire=workload.wire,
         hidden_bytes=size,
         float32_bytes=size * 4 / DTYPE_BYTES[workload.dtype],
         adapter_bytes=4.0 * block.trainable_parameters,
     )
 
 
-def _link_times(cluster: Cluster, first: Device, second: Device, size: float) -> LinkTimes:
+def _link_times(
+    cluster: Cluster, first: Device, second: Device, workload: Workload, rows: float
+) -> LinkTimes:
     if first.name == second.name:
         return LinkTimes()
     link = cluster.link_between(first.name, second.name)
-    return LinkTimes(transfer=link.seconds(size), latency=link.latency)
+    transfer = link.seconds(workload.hidden_wire_bytes(rows))
+    back = link.seconds(workload.gradient_wire_bytes(rows))
+    return LinkTimes(transfer=transfer, latency=link.latency, gradient=None if back == transfer else back)
 
 
 def _device_costs(device: Device, cluster: Cluster, workload: Workload, micro_batches: int) -> DeviceCosts:

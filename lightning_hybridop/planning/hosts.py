@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,6 +78,30 @@ class Hosts:
     links: tuple[Mapping[str, Any], ...] = ()
     efficiency: float | None = None
     usable_memory: float = 1.0
+
+    def only(self, names: Sequence[str]) -> "Hosts":
+        """Return these hosts alone, and the links between them.
+
+        Raises:
+            ClusterError: there is no host of that name.
+        """
+        known = [host.name for host in self.hosts]
+        for name in names:
+            if name not in known:
+                raise ClusterError(
+                    f"A process says that it runs on {name}, but the hosts are {', '.join(known)}; correct HYBRIDOP_HOST there."
+                )
+        absent = set(known) - set(names)
+        return dataclasses.replace(
+            self,
+            hosts=tuple(host for host in self.hosts if host.name not in absent),
+            master=None if self.master in absent else self.master,
+            links=tuple(
+                link
+                for link in self.links
+                if not any(str(end).partition("/")[0] in absent for end in link.get("between", ()))
+            ),
+        )
 
     @property
     def meeting_place(self) -> Host:

@@ -17,6 +17,7 @@ ExitBaseline = Literal["exit", "full", "running"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
 ExecutorName = Literal["torch", "openvino", "onnxruntime"]
 WeightsName = Literal["int8"]
+WireName = Literal["bfloat16", "float16", "int8"]
 
 MOST_PASSES = 4096
 """The most micro-batches, and queries of each, that a schedule is made for."""
@@ -28,8 +29,8 @@ _FIGURES = ("predicted", "measured")
 
 _HEADER = """\
 # A stage runs the blocks `first` to `last` - 1 as zo (learns from perturbations), bp (back-propagates) or frozen
-# (learns nothing). It may also have a name, a host, a device, a dtype, an executor and its weights, and relative times:
-# speed, backward, transfer."""
+# (learns nothing). It may also have a name, a host, a device, a dtype, an executor and its weights, a wire (how its hidden
+# states travel to the next stage), and relative times: speed, backward, transfer."""
 
 
 class PlanError(ValueError):
@@ -42,8 +43,9 @@ class Stage:
 
     `name` is that of the cluster's device it was planned for, `host` the host that runs it (None: whichever). `executor` runs its blocks: torch, or an inference
     runtime where nothing back-propagates, which may keep its frozen `weights` as int8. `dtype` is what frozen weights
-    are cast to, in a runtime the precision of its arithmetic (None: left as loaded). Schedules are made for relative
-    times: a forward of one block takes `1 / speed` units, a backward `backward` forwards, and a hidden state or
+    are cast to, in a runtime the precision of its arithmetic (None: left as loaded). `wire` is how its hidden states
+    travel to the next stage (None: in the dtype that they have); gradients come back over such a link in bfloat16.
+    Schedules are made for relative times: a forward of one block takes `1 / speed` units, a backward `backward` forwards, and a hidden state or
     gradient `transfer` units to the next stage or back.
     """
 
@@ -56,6 +58,7 @@ class Stage:
     dtype: DTypeName | None = None
     executor: ExecutorName = "torch"
     weights: WeightsName | None = None
+    wire: WireName | None = None
     speed: float = 1.0
     backward: float = 2.0
     transfer: float = 0.0
@@ -92,7 +95,8 @@ class Plan:
     differences of the "loss", which need every perturbed forward to run to the end; at the "boundary", from what the
     first bp stage sends back, where perturbed forwards end at the last zo stage and `queries_per_forward` of them may
     ride together; or from exact "adjoint" gradients, for which they go back as bp stages do and nothing is perturbed. An
-    "antithetic" `difference` walks a query's direction backwards in the next query. What was `predicted` and `measured` of a plan
+    "antithetic" `difference` walks a query's direction backwards in the next query. So many `replicas` of the pipeline run
+    side by side, each with `micro_batches` of a mini-batch. What was `predicted` and `measured` of a plan
     is part of its file, not of what it is: plans that differ in nothing else are equal.
 
     Raises:
@@ -109,6 +113,7 @@ class Plan:
     schedule: ScheduleName = "hybridop"
     difference: Difference = "forward"
     exit_baseline: ExitBaseline = "exit"
+    replicas: int = 1
     predicted: Figures | None = field(default=None, compare=False)
     measured: Figures | None = field(default=None, compare=False)
 
@@ -117,6 +122,7 @@ class Plan:
         check_whole("micro_batches", self.micro_batches, 1, MOST_PASSES, error=PlanError)
         check_whole("queries", self.queries, 0, MOST_PASSES, error=PlanError)
         check_whole("exit_queries", self.exit_queries, 0, MOST_PASSES, error=PlanError)
+        check_whole("replicas", self.replicas, 1, MOST_PASSES, error=PlanError)
         check_whole("queries_per_forward", self.queries_per_forward, 1, MOST_PASSES, error=PlanError)
         _check_choice("estimator", self.estimator, get_args(Estimator))
         _check_choice("schedule", self.schedule, get_args(ScheduleName))
@@ -137,6 +143,11 @@ class Plan:
         for index, stage in enumerate(self.stages):
             _check_stage(index, stage)
         _check_cover(self.blocks, self.stages)
+        if self.stages[-1].wire is not None:
+            raise PlanError(
+                f"stages[{len(self.stages) - 1}].wire: found {self.stages[-1].wire} on the last stage, which sends no hidden "
+                "states; leave it out there."
+            )
         _check_role_order(self.stages)
         if self.exit_queries > 0 and not self.zo_stages:
             raise PlanError(
@@ -156,15 +167,28 @@ class Plan:
         return tuple(index for index, stage in enumerate(self.stages) if stage.role == "bp")
 
     @property
+    def processes(self) -> int:
+        """How many processes run the plan: one for each stage of each replica."""
+        return len(self.stages) * self.replicas
+
+    @property
+    def wire(self) -> WireName | None:
+        """How hidden states travel, if all stages but the last send theirs in the same way; else None."""
+        wires = {stage.wire for stage in self.stages[:-1]}
+        return wires.pop() if len(wires) == 1 else None
+
+    @property
     def exit_stage(self) -> int | None:
         """The last zo stage, where early exits leave; None without a zo stage."""
         return self.zo_stages[-1] if self.zo_stages else None
 
 
-def even_plan(*, blocks: int, stages: int, zo_stages: int = 0, **options: Any) -> Plan:
+def even_plan(
+    *, blocks: int, stages: int, zo_stages: int = 0, wire: WireName | None = None, **options: Any
+) -> Plan:
     """Spread `blocks` evenly over `stages`, earlier stages taking the remainder; the first `zo_stages` are zo.
 
-    `options` are further fields of `Plan`.
+    `wire` is that of all stages but the last, `options` are further fields of `Plan`.
 
     Raises:
         PlanError: more stages than blocks, more zo stages than stages, or a bad option.
@@ -180,7 +204,12 @@ def even_plan(*, blocks: int, stages: int, zo_stages: int = 0, **options: Any) -
         )
     bounds = [index * (blocks // stages) + min(index, blocks % stages) for index in range(stages + 1)]
     ranges = tuple(
-        Stage(first=bounds[index], last=bounds[index + 1], role="zo" if index < zo_stages else "bp")
+        Stage(
+            first=bounds[index],
+            last=bounds[index + 1],
+            role="zo" if index < zo_stages else "bp",
+            wire=wire if index < stages - 1 else None,
+        )
         for index in range(stages)
     )
     return Plan(blocks=blocks, stages=ranges, **options)
@@ -279,6 +308,7 @@ def _check_stage(index: int, stage: Any) -> None:
     _check_choice(f"{where}.dtype", stage.dtype, (None, *get_args(DTypeName)))
     _check_choice(f"{where}.executor", stage.executor, get_args(ExecutorName))
     _check_choice(f"{where}.weights", stage.weights, (None, *get_args(WeightsName)))
+    _check_choice(f"{where}.wire", stage.wire, (None, *get_args(WireName)))
     if stage.executor != "torch" and stage.role == "bp":
         raise PlanError(
             f"{where}.executor: found {stage.executor} on a bp stage, but an inference runtime does not back-propagate; use "

@@ -147,6 +147,7 @@ def layout_plan(
             if stage.role == "bp" or stage.backward > 0
             else 2.0,
             transfer=_rounded(link.arrival * min(rates)),
+            wire=costs.wire if part is not layout[-1] else None,
         )
         for part, stage, rate, link in zip(layout, times, rates, (*links, LinkTimes()), strict=True)
     )

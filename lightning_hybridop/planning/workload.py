@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from lightning_hybridop.planning.fields import check_name, check_number, check_whole, checked_fields
+from lightning_hybridop.planning.plan import WireName
 
 MOST_BLOCKS = 256
 MOST_ROWS = 4096
@@ -161,7 +162,8 @@ class Workload:
     """One mini-batch of `rows` rows of `length` tokens through an adapted architecture, in one dtype.
 
     `activation_elements` is the number of elements of that dtype per token that a block keeps for its backward (the
-    paper's `l4`), as measured; None estimates the bytes from the architecture.
+    paper's `l4`), as measured; None estimates the bytes from the architecture. `wire` is how hidden states travel between
+    stages; None: in `dtype`.
 
     Raises:
         WorkloadError: naming the field that is out of range.
@@ -173,12 +175,17 @@ class Workload:
     length: int = 384
     dtype: str = "float16"
     activation_elements: float | None = None
+    wire: WireName | None = None
 
     def __post_init__(self) -> None:
         check_whole("rows", self.rows, 1, MOST_ROWS, error=WorkloadError)
         check_whole("length", self.length, 1, MOST_SIZE, error=WorkloadError)
         if not isinstance(self.dtype, str) or self.dtype not in DTYPE_BYTES:
             raise WorkloadError(f"dtype: found {self.dtype!r}, expected one of {', '.join(DTYPE_BYTES)}.")
+        if self.wire not in (None, *get_args(WireName)):
+            raise WorkloadError(
+                f"wire: found {self.wire!r}, expected one of {', '.join(get_args(WireName))}, or null."
+            )
         if self.activation_elements is not None:
             check_number("activation_elements", self.activation_elements, error=WorkloadError)
         _check_projections("adapter.targets", self.adapter.targets, self.architecture)
@@ -236,6 +243,19 @@ class Workload:
             activation_bytes=tokens * sizes.vocabulary * 4.0 * 2,
             output_bytes=0.0,
         )
+
+    def hidden_wire_bytes(self, rows: float) -> float:
+        """Return the bytes of a micro-batch's hidden state as it travels; int8 comes with 4 bytes for each token."""
+        if self.wire is None:
+            return self._hidden_bytes(rows)
+        scale = 4.0 if self.wire == "int8" else 0.0
+        return rows * self.length * (self.architecture.hidden * float(DTYPE_BYTES[self.wire]) + scale)
+
+    def gradient_wire_bytes(self, rows: float) -> float:
+        """Return the bytes of a micro-batch's gradient on its way back: with a `wire` it travels in bfloat16."""
+        if self.wire is None:
+            return self._hidden_bytes(rows)
+        return rows * self.length * self.architecture.hidden * float(DTYPE_BYTES["bfloat16"])
 
     @property
     def _item(self) -> int:

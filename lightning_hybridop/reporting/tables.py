@@ -30,14 +30,20 @@ def run_summary(
     samples_per_second: float | None = None,
     comu_ti: Sequence[float] | None = None,
     peak_memory_mib: Sequence[float] | None = None,
+    sent_mib: Sequence[float] | None = None,
 ) -> RenderableType:
     """Return the closing tables of a run: what was learnt, and what each stage did meanwhile.
 
     `loss` in nats (first and last step), `scores` what the held-out rows came to by name (before and after), `comu_ti`
-    as one fraction of 1 per stage, `peak_memory_mib` one value per stage in MiB. Quantities that are None show as a dash.
+    as one fraction of 1 per stage, `peak_memory_mib` one value per stage in MiB, `sent_mib` what it sends to its neighbours
+    in a mini-batch. Quantities that are None show as a dash, `sent_mib` not at all.
     Raises ValueError when a per-stage sequence does not have one value per stage.
     """
-    for name, values in (("comu_ti", comu_ti), ("peak_memory_mib", peak_memory_mib)):
+    for name, values in (
+        ("comu_ti", comu_ti),
+        ("peak_memory_mib", peak_memory_mib),
+        ("sent_mib", sent_mib),
+    ):
         if values is not None and len(values) != len(plan.stages):
             raise ValueError(
                 f"{name} has {len(values)} values, expected {len(plan.stages)}: pass one value per stage of the plan."
@@ -59,6 +65,9 @@ def run_summary(
     stages.add_column("blocks", footer="all stages")
     stages.add_column("Comu_ti", justify="right", footer=_number(mean, "{:.1%}"))
     stages.add_column("peak memory MiB", justify="right")
+    if sent_mib is not None:
+        total = f"{sum(sent_mib):.2f}"
+        stages.add_column("sent MiB per mini-batch", justify="right", footer=total)
     for index, stage in enumerate(plan.stages):
         stages.add_row(
             str(index),
@@ -66,6 +75,7 @@ def run_summary(
             stage.block_range,
             _number(None if comu_ti is None else comu_ti[index], "{:.1%}"),
             _number(None if peak_memory_mib is None else peak_memory_mib[index], "{:,.0f}"),
+            *([] if sent_mib is None else [f"{sent_mib[index]:.2f}"]),
         )
     return Group(learnt, stages, *prediction_lines(plan))
 
@@ -104,7 +114,7 @@ def plan_table(plan: Plan) -> Table:
             stage.role,
             stage.block_range,
             _runs_on(stage),
-            stage.dtype or "as loaded",
+            (stage.dtype or "as loaded") + (f" · sends {stage.wire}" if stage.wire else ""),
             f"{stage.speed:g}",
         )
     return table

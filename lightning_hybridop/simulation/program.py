@@ -225,6 +225,5 @@ def _edge(task: int, source: int, target: int, links: Sequence[LinkTimes], hidde
     if hidden_states == 0:
         return Edge(task=task)
     link = links[min(source, target)]
-    return Edge(
-        task=task, link=(source, target), transfer=hidden_states * link.transfer, latency=link.latency
-    )
+    seconds = hidden_states * (link.transfer if source < target else link.back)
+    return Edge(task=task, link=(source, target), transfer=seconds, latency=link.latency)

@@ -1,5 +1,6 @@
 """From a configuration to the plan of a run: clusters of devices, emulated ones, and `plan=auto` in one process."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,29 @@ def test_a_run_is_planned_for_its_estimator() -> None:
     assert loss.predicted is not None
     assert boundary.predicted is not None
     assert boundary.predicted.iteration_seconds < loss.predicted.iteration_seconds
+
+
+def test_links_take_what_the_wire_makes_of_a_hidden_state() -> None:
+    config = configured("recipe=emulated_3b", "strategy.wire=int8")
+    with_int8 = run_plan(config)
+    plain = dataclasses.replace(
+        with_int8, stages=tuple(dataclasses.replace(stage, wire=None) for stage in with_int8.stages)
+    )
+    mixed = dataclasses.replace(with_int8, stages=(plain.stages[0], *with_int8.stages[1:]))
+    width = config.workload.architecture.hidden
+    (first, *rest), (plain_first, *plain_rest), mixed_links = (
+        emulation.links
+        for plan in (with_int8, plain, mixed)
+        if (emulation := run_emulation(config, plan)) is not None
+    )
+
+    assert [stage.wire for stage in with_int8.stages] == ["int8"] * len(rest) + ["int8", None]
+    # float16 takes two bytes for each of a token's numbers, int8 one, and four for the token.
+    assert config.workload.dtype == "float16"
+    assert first.transfer == pytest.approx(plain_first.transfer * (width + 4) / (2 * width))
+    assert (first.back, first.latency) == (plain_first.back, plain_first.latency)
+    assert mixed_links == (plain_first, *rest)
+    assert plain_rest != rest
 
 
 def test_one_device_alone_is_no_pipeline_to_emulate() -> None:

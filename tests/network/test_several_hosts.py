@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_hybridop import Plan, Stage, even_plan, save_plan
 from tests.network import namespaces
 from tests.network.namespaces import Lan, lan
 
@@ -28,15 +29,18 @@ ROOT = Path(__file__).parents[2]
 # Five processes: names in the order of the alphabet, so that torchrun makes the first host's process rank 0.
 PROCESSES = {"atlas": 1, "nano": 1, "nx": 2, "orin": 1}
 SECONDS = 150
+# Stages of six blocks on the hosts, of twelve and eighteen in the run that they are compared with.
+HOSTS_PLAN = even_plan(blocks=30, stages=5, zo_stages=2, micro_batches=2)
+LOCAL_PLAN = Plan(
+    blocks=30, stages=(Stage(first=0, last=12, role="zo"), Stage(first=12, last=30)), micro_batches=2
+)
 FIT = (
     "fit",
     "recipe=quickstart",
-    "cluster.zo_stages=2",
-    "cluster.bp_stages=3",
-    "strategy.micro_batches=2",
     "data.batch_size=4",
     "data.held_out_rows=4",
     "trainer.max_steps=3",
+    "strategy.timeout=120",
     "callbacks.trace=null",
 )
 
@@ -94,9 +98,33 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    folder = tmp_path_factory.mktemp("local") / "run"
-    run_all([torchrun(5, *FIT, f"folder={folder}", nodes=1, endpoint="127.0.0.1:0")])
-    return losses(folder)
+    folder = tmp_path_factory.mktemp("local")
+    save_plan(LOCAL_PLAN, folder / "plan.yaml")
+    options = (*FIT, f"plan={folder / 'plan.yaml'}", f"folder={folder / 'run'}")
+    run_all([torchrun(2, *options, nodes=1, endpoint="127.0.0.1:0")])
+    return losses(folder / "run")
+
+
+def test_the_doctor_finds_the_interface_and_the_rate_of_the_cable(network: Lan) -> None:
+    network.limit(50)
+    model = ("model=hf", "model.name=random-4-blocks", "model.blocks=4", "data=headlines")
+    options = ("doctor", *model, "cluster=local_1zo_1bp")
+
+    said, other = run_all(
+        [network.on(host, torchrun(1, *options, nodes=2, endpoint="nano:29500")) for host in ("nano", "nx")]
+    )
+
+    addresses = network.addresses
+    for host in ("nano", "nx"):
+        (row,) = [line for line in said.splitlines() if f" {host} " in line and " meeting " in line]
+        assert "2 processes at nano:" in row
+        assert f"over eth0 ({addresses[host]})" in row
+    (row,) = [line.split() for line in said.splitlines() if "(nano)" in line]
+    assert row[:4] == ["0", "(nano)", "1", "(nx)"]
+    # Headers take their part, and the first packets go faster than the rate.
+    assert 35 < float(row[4]) < 75
+    assert "A run would start." in said
+    assert "A run would start." not in other
 
 
 @pytest.mark.parametrize("mbit_s", [1000, 100])
@@ -104,12 +132,12 @@ def test_four_hosts_learn_what_one_host_does(
     network: Lan, local: list[float], mbit_s: int, tmp_path: Path
 ) -> None:
     network.limit(mbit_s)
+    save_plan(HOSTS_PLAN, tmp_path / "plan.yaml")
+    options = (*FIT, f"plan={tmp_path / 'plan.yaml'}", f"folder={tmp_path / 'run'}")
 
     said = run_all(
         [
-            network.on(
-                host, torchrun(count, *FIT, f"folder={tmp_path / 'run'}", nodes=4, endpoint="atlas:29500")
-            )
+            network.on(host, torchrun(count, *options, nodes=4, endpoint="atlas:29500"))
             for host, count in PROCESSES.items()
         ]
     )

@@ -15,6 +15,7 @@ from lightning_hybridop.pipeline.anatomy import read_anatomy
 from lightning_hybridop.pipeline.engine import Engine
 from lightning_hybridop.pipeline.estimates import EstimatorSettings
 from lightning_hybridop.pipeline.learning import MiniBatchResult, train_mini_batch
+from lightning_hybridop.pipeline.replicas import Replicas
 from lightning_hybridop.pipeline.stage import StageModel
 from lightning_hybridop.pipeline.work import Steps
 from lightning_hybridop.planning.plan import Plan, Stage
@@ -66,7 +67,7 @@ def train(
         steps=Steps(base=step, perturbed=lambda m, _: step(m), early_exit=step),
         settings=EstimatorSettings(seed=SEED, epsilon=epsilon, directions=directions),
         step=STEP,
-        rank_of_stage=[0],
+        replicas=Replicas(ranks=((0,),)),
         report=lambda: "what was logged",
     )
 
@@ -127,7 +128,7 @@ def test_gradient_is_the_formulas(directions: Directions, difference: str) -> No
     for name, gradient in result.gradients.items():
         torch.testing.assert_close(gradient, expected[name], atol=1e-3, rtol=1e-4)
     assert result.loss == pytest.approx((0.25 + 0.75 * 2) * moved_loss(untouched, 0.0), abs=1e-6)
-    assert result.report == "what was logged"
+    assert result.report == ["what was logged"]
     assert result.estimate is not None
     assert result.estimate.dropped == 0
 

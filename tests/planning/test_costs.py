@@ -112,6 +112,12 @@ def test_transfers_of_hidden_states_and_gradients_add_to_the_first_order_time() 
     assert makespan_estimate(HEAD, links, micro_batches=4, queries=1) == 23 + 3.5 + 2
 
 
+def test_gradients_that_take_longer_than_hidden_states_add_their_own_time() -> None:
+    links = (LinkTimes(), LinkTimes(), LinkTimes(transfer=1.0, latency=0.25, gradient=3.0))
+    # T_head is 23; a hidden state crosses the last link once, and a gradient.
+    assert makespan_estimate(HEAD, links, micro_batches=4, queries=1) == 23 + 1.25 + 3.25
+
+
 def test_a_slow_link_bounds_the_time() -> None:
     links = (LinkTimes(), LinkTimes(transfer=10.0, latency=3.0), LinkTimes())
     # One forward and arrival, 6 + 13, and the 7 further passes' transfers.

@@ -77,6 +77,16 @@ def test_even_plan_puts_zo_stages_first_and_passes_options_on() -> None:
     assert (plan.queries, plan.difference) == (7, "central")
 
 
+def test_hidden_states_of_all_stages_but_the_last_travel_as_asked_for() -> None:
+    plan = even_plan(blocks=4, stages=3, wire="int8")
+
+    assert [stage.wire for stage in plan.stages] == ["int8", "int8", None]
+    assert plan.wire == "int8"
+    assert even_plan(blocks=4, stages=1, wire="int8").stages[0].wire is None
+    assert replace(plan, stages=(replace(plan.stages[0], wire=None), *plan.stages[1:])).wire is None
+    assert plan_from_dict(plan_to_dict(plan)) == plan
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -192,6 +202,15 @@ def test_even_plan_refuses(arguments: dict[str, Any], message: str) -> None:
             {"stages": (replace(STAGES[0], executor="openvino", weights="int4"), *STAGES[1:])},
             "stages[0].weights: found 'int4', expected one of None, int8.",
         ),
+        (
+            {"stages": (Stage(first=0, last=PLAN.blocks, wire="int4"),)},
+            "stages[0].wire: found 'int4', expected one of None, bfloat16, float16, int8.",
+        ),
+        (
+            {"stages": (Stage(first=0, last=PLAN.blocks, wire="int8"),), "exit_queries": 0},
+            "stages[0].wire: found int8 on the last stage, which sends no hidden states;",
+        ),
+        ({"replicas": 0}, "replicas: found 0, expected a whole number of at least 1."),
         ({"estimator": "spsa"}, "estimator: found 'spsa', expected one of loss, boundary, adjoint."),
         ({"queries_per_forward": 0}, "queries_per_forward: found 0, expected a whole number of at least 1."),
         (
@@ -294,6 +313,7 @@ def test_a_saved_plan_is_one_that_a_person_can_read(tmp_path: Path) -> None:
         "schedule: 1f1b",
         "difference: forward",
         "exit_baseline: exit",
+        "replicas: 1",
         "stages:",
         "- {first: 0, last: 2, role: zo, name: board-0, device: 'npu:0', dtype: float16, speed: 0.5}",
         "- {first: 2, last: 3, role: frozen}",

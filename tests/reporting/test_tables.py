@@ -30,6 +30,7 @@ def test_run_summary_shows_what_was_learnt_and_every_stage(plan: Plan) -> None:
             samples_per_second=6.54321,
             comu_ti=(0.6, 0.7),
             peak_memory_mib=(1234.4, 900),
+            sent_mib=(0.125, 2),
         )
     )
     for expected in (
@@ -37,9 +38,9 @@ def test_run_summary_shows_what_was_learnt_and_every_stage(plan: Plan) -> None:
         ["accuracy", "0.612", "0.820", "+0.208"],
         ["F1a", "–", "0.800", "–"],
         ["samples / s", "6.54"],
-        ["0", "zo", "0-1", "60.0%", "1,234"],
-        ["1", "bp", "2", "70.0%", "900"],
-        ["all stages", "65.0%"],
+        ["0", "zo", "0-1", "60.0%", "1,234", "0.12"],
+        ["1", "bp", "2", "70.0%", "900", "2.00"],
+        ["all stages", "65.0%", "2.12"],
     ):
         assert expected in shown
 
@@ -60,6 +61,9 @@ def test_plan_table_shows_every_field_of_a_stage(plan: Plan) -> None:
     shown = rows(plan_table(plan))
     assert ["0", "zo", "0-1", "npu:0", "as loaded", "1"] in shown
     assert ["1", "bp", "2", "cpu", "bfloat16", "1"] in shown
+    sending = dataclasses.replace(plan.stages[0], wire="int8")
+    shown = rows(plan_table(dataclasses.replace(plan, stages=(sending, *plan.stages[1:]))))
+    assert ["0", "zo", "0-1", "npu:0", "as loaded · sends int8", "1"] in shown
     assert "schedule hybridop · M = 1 · Q = 1 · Q' = 1 · forward difference" in " ".join(
         cell for row in shown for cell in row
     )
