@@ -246,7 +246,7 @@ def csv_column(path: Path, name: str) -> list[float]:
 @pytest.mark.timeout(300)
 def test_fit_starts_its_processes_and_fills_one_folder(model: Path, elsewhere: Path) -> None:
     run = subprocess.run(
-        command(tiny(model, "cluster=local_1zo_1bp", "cluster.bp_stages=2")),
+        command(tiny(model, "cluster=local_1zo_1bp", "cluster.bp_stages=2", "strategy.wire=int8")),
         capture_output=True,
         text=True,
         timeout=LONGEST_RUN,
@@ -258,7 +258,7 @@ def test_fit_starts_its_processes_and_fills_one_folder(model: Path, elsewhere: P
         *("adapter", "checkpoints", "config.yaml", "metrics.csv", "plan.yaml"),
         *("summary.json", "timeline.json", "timeline.png"),
     }
-    assert load_plan(folder / "plan.yaml") == even_plan(blocks=BLOCKS, stages=3, zo_stages=1)
+    assert load_plan(folder / "plan.yaml") == even_plan(blocks=BLOCKS, stages=3, zo_stages=1, wire="int8")
     assert len(csv_column(folder / "metrics.csv", "train_loss")) == 4
     assert len(csv_column(folder / "metrics.csv", "comu_ti/stage_2")) == 4
     summary = json.loads((folder / "summary.json").read_text())
@@ -268,6 +268,9 @@ def test_fit_starts_its_processes_and_fills_one_folder(model: Path, elsewhere: P
     assert summary["after"]["val_loss"] < summary["before"]["val_loss"]
     assert summary["steps"] == 4
     assert len(summary["peak_memory_mib"]) == len(summary["comu_ti_per_stage"]) == 3
+    # A hidden state of int8 with its scales takes 20 bytes a token, twice, a gradient 32.
+    first, second, third = summary["sent_mib_per_mini_batch"]
+    assert first == second == pytest.approx(third * 40 / 32)
 
     weights = load_file(folder / "adapter" / "adapter_model.safetensors")
     trained = [name for name in weights if "lora_B" in name]
@@ -280,8 +283,9 @@ def test_fit_starts_its_processes_and_fills_one_folder(model: Path, elsewhere: P
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_torchrun_ranks_share_one_folder(model: Path, elsewhere: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = tiny(model, "cluster=local_1zo_1bp", "cluster.zo_role=frozen", "trainer.max_steps=1")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    options = ("cluster=local_1zo_1bp", "cluster.zo_role=frozen", "strategy.replicas=2")
+    arguments = tiny(model, *options, "trainer.max_steps=1")
     run = subprocess.run(
         [*launcher, "-m", "lightning_hybridop", *arguments],
         capture_output=True,
@@ -291,7 +295,9 @@ def test_torchrun_ranks_share_one_folder(model: Path, elsewhere: Path) -> None:
     assert run.returncode == 0, run.stderr
     (folder,) = elsewhere.glob("outputs/*/*")
     assert (folder / "summary.json").is_file()
-    assert load_plan(folder / "plan.yaml").stages[0].role == "frozen"
+    plan = load_plan(folder / "plan.yaml")
+    assert plan.stages[0].role == "frozen"
+    assert (len(plan.stages), plan.replicas) == (2, 2)
 
 
 @pytest.mark.distributed

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_hybridop.pipeline.world import told_of_lost
 from lightning_hybridop.strategy import HybridOPStrategy
 
 FOLDER = "interruptions"
@@ -95,7 +96,7 @@ class Recovery(Callback):
             step=trainer.global_step,
             last_step_ended=self._last_step_ended,
             noticed=time.time(),
-            reason=str(first or type(exception).__name__),
+            reason=" ".join(told_of_lost(exception)) or str(first or type(exception).__name__),
         )
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

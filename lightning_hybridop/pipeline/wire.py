@@ -27,13 +27,14 @@ def encode(tensor: Tensor, form: torch.dtype) -> Tensor:
     steps between the largest magnitude of a row and its negative; a row of zeros stays exact, and a row with a value that
     is not finite arrives as NaN, so that a loss computed from it is not finite either.
     """
-    tensor = tensor.detach()
+    # Before any arithmetic: a device may lack the dtype.
+    tensor = tensor.detach().cpu()
     if form == torch.int8:
         return _quantised(tensor)
     if form == torch.float16 and tensor.dtype != torch.float16:
         largest = torch.finfo(torch.float16).max
         tensor = torch.where(tensor.isinf(), tensor, tensor.clamp(-largest, largest))
-    return tensor.to(device="cpu", dtype=form).contiguous().reshape(-1).view(torch.uint8)
+    return tensor.to(form).contiguous().reshape(-1).view(torch.uint8)
 
 
 def decode(message: Tensor, shape: tuple[int, ...], form: torch.dtype) -> Tensor:
@@ -54,7 +55,7 @@ def _quantised(tensor: Tensor) -> Tensor:
     steps = torch.where(usable, values / torch.where(usable, scales, 1.0), 0.0)
     steps = steps.round().clamp(-_INT8_STEPS, _INT8_STEPS).to(torch.int8)
     scales = torch.where(scales.isfinite(), scales, torch.nan)
-    parts = (scales.cpu().contiguous().reshape(-1), steps.cpu().contiguous().reshape(-1))
+    parts = (scales.contiguous().reshape(-1), steps.contiguous().reshape(-1))
     return torch.cat([part.view(torch.uint8) for part in parts])
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from lightning_hybridop.planning.plan import Plan, Stage
 from lightning_hybridop.reporting.labels import estimator_label
@@ -153,7 +154,8 @@ def lost_time_table(lost: Mapping[str, Any]) -> RenderableType:
     table = Table(title="Time lost", title_justify="left", box=box.SIMPLE_HEAD, show_footer=True)
     table.add_column("", footer="all")
     table.add_column("seconds", justify="right", footer=f"{sum(lost[name] for name in rows):.1f}")
-    table.add_column("", footer=lost["reason"])
+    # As it is: an error's text may have brackets in it.
+    table.add_column("", footer=Text(lost["reason"]))
     for name, meaning in rows.items():
         table.add_row(name.replace("_", "-"), f"{lost[name]:.1f}", meaning)
     return table

@@ -16,7 +16,7 @@ from lightning_hybridop.planning.plan import Stage
 from lightning_hybridop.reporting.findings import Finding, findings_table
 from tests.distributed.harness import run_ranks
 
-MODEL = ("model=hf", "model.name=random-4-blocks", "model.blocks=4", "data=headlines")
+MODEL = ("model=hf", "model.name=random-4-blocks", "model.blocks=4", "data=headlines", "data.held_out_rows=4")
 
 
 def test_alone_it_tries_what_this_host_has(

@@ -19,7 +19,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.runs import quiet_trainer
 from tests.tiny import TinyModule, loader
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(240)]
 
 # Eight perturbed forwards of each of four micro-batches, which the second stage takes its time for.
 AHEAD = even_plan(blocks=6, stages=2, zo_stages=1, micro_batches=4, queries=8)
