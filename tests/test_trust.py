@@ -41,6 +41,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 
 HOSTILE: dict[str, bytes] = {
     "a python object": f"blocks: !!python/object/apply:os.system ['touch {MARK}']".encode(),
+    "an interpolation": b"blocks: '${oc.env:HOME}'",
     "a python module": b"blocks: !!python/module:antigravity",
     "a python name": b"stages: !!python/name:os.system",
     "hydra's target": f"_target_: os.system\n_args_: ['touch {MARK}']\nblocks: 2".encode(),
@@ -129,6 +130,13 @@ def test_a_damaged_or_hostile_measurement_counts_as_none(
     path.unlink()
     os.mkfifo(path)
     assert cache.load_measured(None) is None  # type: ignore[arg-type]
+
+
+def test_a_hosts_file_cannot_read_the_environment(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.yaml"
+    path.write_text("hosts:\n- {name: nano, python: '${oc.env:HOME}'}\n", encoding="utf-8")
+    with pytest.raises(RefusedFileError, match="it has an interpolation"):
+        READERS["hosts"](path)
 
 
 def test_a_plan_that_a_person_wrote_is_read_as_before(tmp_path: Path) -> None:

@@ -182,14 +182,12 @@ class Energy(Callback):
             for ranks, joules, source, problem in _gathered(own)
             if ranks
         )
-        # Each replica of a pipeline trains on rows of its own.
-        samples = self._samples * getattr(getattr(trainer.strategy, "plan", None), "replicas", 1)
         values = [share.joules for share in shares]
         total = None if None in values else math.fsum(value for value in values if value is not None)
         self.report = EnergyReport(
-            samples=samples,
+            samples=self._samples,  # replicas of a pipeline share the rows of a mini-batch
             joules=total,
-            joules_per_sample=None if total is None or not samples else total / samples,
+            joules_per_sample=None if total is None or not self._samples else total / self._samples,
             shares=shares,
         )
 

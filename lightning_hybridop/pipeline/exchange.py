@@ -11,10 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybridop.pipeline.batches import BatchError
-from lightning_hybridop.pipeline.packing import can_be_packed, pack, unpack
-
-MOST_BYTES = 2**36
-"""No message between processes is longer."""
+from lightning_hybridop.pipeline.packing import can_be_packed, checked_length, pack, unpack
 
 
 def broadcast_json(value: Any, *, source: int) -> Any:
@@ -91,12 +88,7 @@ def _broadcast_bytes(content: bytes, *, source: int) -> bytes:
     if dist.get_rank() == source:
         dist.broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8), source)
         return content
-    if not 0 <= int(length) <= MOST_BYTES:
-        raise BatchError(
-            f"A message of {int(length)} bytes was announced, more than the {MOST_BYTES} that any can have; somebody else than "
-            "this run's processes may reach its ports."
-        )
-    received = torch.empty(int(length), dtype=torch.uint8)
+    received = torch.empty(checked_length(length), dtype=torch.uint8)
     dist.broadcast(received, source)
     return received.numpy().tobytes()
 

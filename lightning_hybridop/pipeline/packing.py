@@ -23,6 +23,9 @@ _NAMES: dict[torch.dtype, str] = {
 DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in _NAMES.items()}
 """The dtypes that are sent, by their names."""
 
+MOST_BYTES = 2**36
+"""No message between processes is longer."""
+
 
 def pack(value: Any) -> bytes:
     """Return `value` as bytes: dicts, lists and tuples of tensors, strings, numbers and None, nested at will.
@@ -82,6 +85,17 @@ def unpack(packed: bytes | bytearray) -> Any:
             f"{len(packed)} bytes were received that are no packed batch ({type(error).__name__}: {error}); somebody else "
             "than this run's processes may reach its ports."
         ) from error
+
+
+def checked_length(length: Tensor) -> int:
+    """Return how many bytes a message of one number announces; BatchError for more than any has."""
+    announced = int(length)
+    if not 0 <= announced <= MOST_BYTES:
+        raise BatchError(
+            f"A message of {announced} bytes was announced, more than the {MOST_BYTES} that any can have; somebody else than "
+            "this run's processes may reach its ports."
+        )
+    return announced
 
 
 def can_be_packed(value: Any, *, exactly: bool = False) -> bool:

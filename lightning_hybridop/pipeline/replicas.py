@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybridop.pipeline.packing import pack, unpack
+from lightning_hybridop.pipeline.packing import checked_length, pack, unpack
 from lightning_hybridop.schedules.actions import Action
 
 
@@ -122,7 +122,7 @@ def joined_on_first(parts: Sequence[Tensor], *, peers: Sequence[int]) -> list[Te
     for other in others:
         length = torch.zeros(1, dtype=torch.int64)
         dist.recv(length, other)
-        content = torch.empty(int(length), dtype=torch.uint8)
+        content = torch.empty(checked_length(length), dtype=torch.uint8)
         dist.recv(content, other)
         joined += unpack(content.numpy().tobytes())
     return joined

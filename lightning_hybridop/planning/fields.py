@@ -68,6 +68,9 @@ def _bounded(text: str) -> Any:
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             raise ValueError(f"it has an alias, *{event.anchor}; write out what that stands for")
+        if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
+            # A hosts file becomes part of the configuration, where such a thing would read the environment.
+            raise ValueError(f"it has an interpolation, {shown(event.value)}; write out what that stands for")
         nodes += isinstance(event, yaml.NodeEvent)
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MOST_LEVELS or nodes > MOST_NODES:

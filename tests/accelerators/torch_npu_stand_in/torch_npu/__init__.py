@@ -142,9 +142,10 @@ def _refuse(operator: Any, tensors: list[Tensor]) -> None:
     name = operator._schema.name
     if "backward" in name:
         raise RefusedOperatorError(f"{name} does not exist on this NPU: it is forward-only.")
-    if name.startswith(_COPIES):
+    cast_on_device = name == "aten::_copy_from" and len({tensor.dtype for tensor in tensors}) == 2
+    if name.startswith(_COPIES) and not cast_on_device:
         return
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if not cast_on_device and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise RefusedOperatorError(f"{name} would be recorded by autograd on this NPU: it is forward-only.")
     for tensor in tensors:
         if tensor.dtype == torch.float64 or (
