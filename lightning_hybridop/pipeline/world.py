@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning_hybridop.pipeline.agreement import check_versions
 from lightning_hybridop.pipeline.connections import cut_connections, noting_connections
 from lightning_hybridop.pipeline.exchange import gather_json
-from lightning_hybridop.pipeline.heartbeat import Heartbeat
+from lightning_hybridop.pipeline.heartbeat import BEATS_PER_PATIENCE, Heartbeat
 from lightning_hybridop.pipeline.interface import choose_interface, host_name
 from lightning_hybridop.pipeline.meeting import MeetingError, held_by_agent, meeting_store
 from lightning_hybridop.pipeline.transport import TransportError
@@ -26,8 +26,8 @@ from lightning_hybridop.pipeline.transport import TransportError
 SECONDS_TO_MEET = 8.0
 """How long processes wait for each other after one of them failed."""
 
-SECONDS_TO_REPORT = 2.0
-"""How long the first one to fail waits for the others' word before it calls them lost."""
+SECONDS_TO_REPORT = 1.0
+"""How long, and a heartbeat more, one that has failed waits for the others' word before it calls them lost."""
 
 
 SECONDS_TO_ANSWER = 4.0
@@ -101,8 +101,7 @@ class World:
             alarm=f"failed/{self._meetings}/first",
             lost=self._end_without_process,
             store_lost=self._end_without_store,
-            # Its own error, which follows, will find out which process that was.
-            alarmed=cut_connections,
+            alarmed=self._hear_of_failure,
         )
         self._heartbeat.start()
 
@@ -129,6 +128,14 @@ class World:
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None
+
+    def _hear_of_failure(self) -> None:
+        """Let the others know that this process is there, and end what it waits for. Runs in a thread of the heartbeat's.
+
+        Its own error, which follows as soon as it is done with what it computes, will find out who has failed.
+        """
+        self._store.set(f"heard/{self._meetings}/{self._rank}", "")
+        cut_connections()
 
     def _end_without_process(self, ranks: list[int]) -> None:
         """Say that a process is lost, and end what this one waits for. Runs in a thread of the heartbeat's."""
@@ -213,7 +220,8 @@ class World:
         )
         try:
             first = self._within(SECONDS_TO_ANSWER, lambda: self._first(own))
-            silent = self._within(SECONDS_TO_ANSWER, self._silent) if own.follows and first.follows else []
+            patience = SECONDS_TO_ANSWER + self._patience / BEATS_PER_PATIENCE
+            silent = self._within(patience, self._silent) if own.follows and first.follows else []
         except TimeoutError:
             self._noticed = self._without_store(SECONDS_TO_ANSWER)
             # A lost connection is then due to the same network.
@@ -292,13 +300,16 @@ class World:
         return Failure(**json.loads(first))
 
     def _silent(self) -> list[int]:
-        """Return the ranks that report no failure within a moment of another's: they were killed or are unreachable."""
+        """Return the ranks that neither fail nor hear of another's failure in time: they were killed or are unreachable."""
         waiting = [rank for rank in range(self._size) if rank != self._rank]
-        deadline = time.monotonic() + SECONDS_TO_REPORT
+        deadline = time.monotonic() + SECONDS_TO_REPORT + self._patience / BEATS_PER_PATIENCE
         try:
             while waiting and time.monotonic() < deadline:
                 waiting = [
-                    rank for rank in waiting if not self._store.check([f"failed/{self._meetings}/{rank}"])
+                    rank
+                    for rank in waiting
+                    if not self._store.check([f"failed/{self._meetings}/{rank}"])
+                    and not self._store.check([f"heard/{self._meetings}/{rank}"])
                 ]
                 time.sleep(0.05)
         except RuntimeError:
