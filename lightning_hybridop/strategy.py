@@ -482,10 +482,7 @@ class HybridOPStrategy(ParallelStrategy):
     def first_failure(self, exception: BaseException) -> world.Failure | None:
         """Return which process's failure led to this one's, having told the others of it; None in a run without peers."""
         if self._world is not None and world.first_failure(exception) is None:
-            # First: while they are connected Lightning answers a SIGTERM, which torchrun sends when another process has
-            # failed, by a broadcast, whose error would take the place of this one.
             self._abandon_messages()
-            world.part(exception)
             self._world.tell(exception, stage=self._stage_in_words)
         return world.first_failure(exception)
 

@@ -115,9 +115,7 @@ def _flat(values: dict[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 def set_metrics_aside(folder: Path, step: int) -> None:
     """Keep what was logged before optimizer step `step`: the logger of the run that goes on begins a file of its own."""
-    rows = [
-        row for name in (METRICS_BEFORE, METRICS) for row in _rows(folder / name) if int(row["step"]) < step
-    ]
+    rows = [row for row in _joined(folder) if int(row["step"]) < step]
     (folder / METRICS).unlink(missing_ok=True)
     _write_rows(folder / METRICS_BEFORE, rows)
 
@@ -126,8 +124,15 @@ def join_metrics(folder: Path) -> None:
     """Put what was logged before the run went on in front of what was logged since."""
     before = folder / METRICS_BEFORE
     if before.exists():
-        _write_rows(folder / METRICS, [*_rows(before), *_rows(folder / METRICS)])
+        _write_rows(folder / METRICS, _joined(folder))
         before.unlink()
+
+
+def _joined(folder: Path) -> list[dict[str, str]]:
+    """Return what was logged before and since; what a run measures before it goes on is that of no step of its own."""
+    before = _rows(folder / METRICS_BEFORE)
+    last = max((int(row["step"]) for row in before), default=-1)
+    return [*before, *(row for row in _rows(folder / METRICS) if int(row["step"]) > last)]
 
 
 def _rows(path: Path) -> list[dict[str, str]]:

@@ -199,7 +199,7 @@ class World:
             raise TimeoutError from None
 
     def tell(self, error: BaseException, *, stage: str) -> None:
-        """Tell all processes of an error of this one's, and note in it which process of the run failed first.
+        """Tell all processes of an error of this one's, leave them, and note in it which process of the run failed first.
 
         Of the errors since the processes last met the first one counts. `stage` says what this process is.
         """
@@ -207,6 +207,7 @@ class World:
             return
         self._rest()
         if self._noticed is not None:
+            part(error)
             _mark(error, first=self._noticed, rank=self._rank, lost=[])
             return
         text = (str(error).splitlines() or [""])[0]
@@ -220,9 +221,13 @@ class World:
         )
         try:
             first = self._within(SECONDS_TO_ANSWER, lambda: self._first(own))
+            # While they are connected Lightning answers a SIGTERM, which torchrun sends when another process has failed, by
+            # a broadcast, whose error would take the place of this one.
+            part(error)
             patience = SECONDS_TO_ANSWER + self._patience / BEATS_PER_PATIENCE
             silent = self._within(patience, self._silent) if own.follows and first.follows else []
         except TimeoutError:
+            part(error)
             self._noticed = self._without_store(SECONDS_TO_ANSWER)
             # A lost connection is then due to the same network.
             first, silent = self._noticed if own.follows else own, []

@@ -105,7 +105,8 @@ def test_what_was_logged_before_stands_in_front_of_what_comes_after(tmp_path: Pa
     # Interrupted again, with a column more.
     metrics.write_text("epoch,step,train_loss\n0,2,3.1\n0,3,2.9\n0,4,")
     resuming.set_metrics_aside(tmp_path, 4)
-    metrics.write_text("step,train_loss\n4,2.7\n")
+    # The row of step 0 is what was measured before going on.
+    metrics.write_text("step,train_loss\n0,9.0\n4,2.7\n")
 
     resuming.join_metrics(tmp_path)
 
