@@ -20,10 +20,11 @@ from lightning_hybridop.callbacks import ScalarLog
 from lightning_hybridop.cli import main
 from lightning_hybridop.estimation.scalar_log import read_scalar_log
 from lightning_hybridop.pipeline.rebuilding import RebuildError, Rebuilt, rebuild
+from lightning_hybridop.planning.plan import even_plan
 from tests.distributed.runs import Batch, Job, answers_loader, run_jobs
 from tests.tiny import TinyModule, loader
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 class CyclingAdam(TinyModule):
@@ -73,6 +74,12 @@ class Stages(Callback):
             torch.save(values, self.path / f"rank_{trainer.global_rank}.pt")
 
 
+class ForgetsHost(Callback):
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        del os.environ["HYBRIDOP_HOST"]
+
+
+GARBAGE = b"something else than a log" * 9
 ZO_AND_BP = {"stages": 4, "zo_stages": 2, "micro_batches": 2, "seed": 5}
 CASES: dict[str, dict[str, Any]] = {
     # Antithetic pairs, early exit, clipping by norm, a scale of zo rates.
@@ -116,6 +123,18 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 
+_PLAN = even_plan(
+    blocks=6, stages=4, zo_stages=2, micro_batches=2, queries=2, exit_queries=2, difference="antithetic"
+)
+# The same, but with the last stage on rank 0, which writes the log.
+FIRST_RANK_LAST = {
+    "plan": replace(
+        _PLAN, stages=tuple(replace(stage, host=f"host{3 - i}") for i, stage in enumerate(_PLAN.stages))
+    ),
+    "zo_lr_scale": 0.1,
+    "seed": 5,
+}
+
 
 def _job(folder: Path, case: dict[str, Any], **more: Any) -> Job:
     return Job(
@@ -129,6 +148,16 @@ def _callbacks(folder: Path) -> list[Callback]:
     return [saving, ScalarLog(folder / "scalars.log"), Stages(folder)]
 
 
+def _callbacks_on_hosts(folder: Path) -> list[Callback]:
+    """Return those of a run that takes each process for a host."""
+    os.environ["HYBRIDOP_HOST"] = f"host{os.environ['RANK']}"
+    return [*_callbacks(folder), ForgetsHost()]
+
+
+def _full_disk() -> list[Callback]:
+    return [ScalarLog("/dev/full")]
+
+
 def _callbacks_in_copy(original: Path, folder: Path) -> list[Callback]:
     """Return those of a run that goes on in a folder like that of another one."""
     if os.environ["RANK"] == "0":
@@ -138,9 +167,9 @@ def _callbacks_in_copy(original: Path, folder: Path) -> list[Callback]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with one run of each case, and one that goes on from step 8 of one with other zo stages."""
+    """Return a folder with one run of each case, and some that go on from step 8 of one."""
     parent = tmp_path_factory.mktemp("runs")
-    for name in (*CASES, "adjoint"):
+    for name in (*CASES, "elsewhere", "adjoint"):
         (parent / name).mkdir()
     jobs = [_job(parent / name, case) for name, case in CASES.items()]
     norm = CASES["norm"]
@@ -151,8 +180,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     jobs.append(replace(resumed, callbacks=partial(_callbacks_in_copy, parent / "norm", parent / "resumed")))
     exact = {**norm["strategy"], "estimator": "adjoint", "exit_queries": 0, "difference": "forward"}
+    jobs.append(
+        replace(
+            _job(parent / "elsewhere", {**norm, "strategy": FIRST_RANK_LAST}),
+            callbacks=partial(_callbacks_on_hosts, parent / "elsewhere"),
+        )
+    )
+    # A log that is none, where a run goes on; a disk that is full.
+    goes_on = str(parent / "norm" / "checkpoints" / "step=8.ckpt")
+    (parent / "aside").mkdir()
+    (parent / "aside" / "scalars.log").write_bytes(GARBAGE)
+    jobs.append(_job(parent / "aside", norm, checkpoint=goes_on))
+    jobs.append(replace(_job(parent / "full", norm, checkpoint=goes_on), callbacks=_full_disk))
     jobs.append(_job(parent / "adjoint", {**norm, "strategy": exact, "train": partial(loader, 8)}))
-    run_jobs(jobs, 4)
+    runs = run_jobs(jobs, 4)
+    assert [run[0].global_step for run in runs[:-1]] == [12] * (len(jobs) - 1)
     return parent
 
 
@@ -215,6 +257,14 @@ def test_the_log_has_what_the_cases_are_about(folder: Path) -> None:
     assert [len(replicas.mini_batches[number]) for number in (8, 9)] == [1, 0]
     # A direction takes 14 bytes, a step not much more.
     assert rows.bytes_of_steps[2] < 8 * 14 + 150
+
+
+def test_a_rank_that_back_propagates_logs_what_zo_stages_do(folder: Path) -> None:
+    here, elsewhere = (read_scalar_log(folder / name / "scalars.log") for name in ("norm", "elsewhere"))
+    assert elsewhere.updates == here.updates
+    assert elsewhere.mini_batches == here.mini_batches
+    assert elsewhere.marks == here.marks
+    assert {path.name for path in (folder / "elsewhere").glob("rank_*.pt")} == {"rank_2.pt", "rank_3.pt"}
 
 
 def test_a_changed_coefficient_is_noticed_at_the_next_mark(folder: Path) -> None:
@@ -281,6 +331,21 @@ def test_the_command_needs_nothing_but_the_folder(
         assert set(file.keys()) == names
         for name in names:
             assert torch.equal(file.get_tensor(name), parameters[name]), name
+
+
+def test_a_log_that_cannot_be_gone_on_with_is_put_aside(folder: Path) -> None:
+    run = folder / "aside"
+    assert (run / "scalars.log.unusable").read_bytes() == GARBAGE
+    log = read_scalar_log(run / "scalars.log")
+    assert (log.starts[0].step, log.last_step) == (8, 12)
+    parameters, optimizer = from_checkpoint(folder / "norm", 8, CASES["norm"])
+    assert rebuild(parameters, optimizer, log, from_step=8, to_step=12).checked == (12,)
+    for name, value in real(folder / "norm").items():
+        assert torch.equal(parameters[name], value), name
+    with pytest.raises(
+        RebuildError, match="The log begins at step 8; take a checkpoint of that step or a later"
+    ):
+        rebuild(parameters, optimizer, log, from_step=4, to_step=12)
 
 
 def test_without_an_estimate_nothing_is_logged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
