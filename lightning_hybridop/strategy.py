@@ -53,6 +53,7 @@ from lightning_hybridop.estimation.estimators import (
     Directions,
     running_mean,
 )
+from lightning_hybridop.estimation.scalar_log import StepSettings
 from lightning_hybridop.loaders import (
     EvenLoader,
     ResumedLoader,
@@ -1052,6 +1053,24 @@ class HybridOPStrategy(ParallelStrategy):
     def last_result(self) -> MiniBatchResult | None:
         """The latest training mini-batch: loss, gradients, directional derivatives, this stage's timeline."""
         return self._result
+
+    @property
+    def distribution(self) -> Distribution:
+        """What directions consist of."""
+        return self._distribution
+
+    @property
+    def zo_settings(self) -> StepSettings | None:
+        """How zo stages took the latest optimizer step, known on every rank: another object for each step."""
+        return None if self._updates is None else self._updates.zo_settings
+
+    def gather_estimated_names(self) -> dict[int, tuple[str, ...]]:
+        """Return the names of the parameters that each zo stage estimates the gradient of, on every rank. Collective."""
+        if self._assembly is None or self.plan.estimator == "adjoint":
+            return {}
+        mine = list(self._assembly.engine.zo_parameters)
+        names = gather_in_order(mine, self._replicas.first)
+        return {stage: tuple(names[stage]) for stage in self.plan.zo_stages}
 
     def gather_timeline(self) -> Timeline:
         """Return all stages' actions of the latest training mini-batch, in seconds on rank 0's clock. Collective.

@@ -49,6 +49,11 @@ class Found:
 
 def newest_checkpoint(folder: Path) -> Found | None:
     """Return the latest whole checkpoint of a run's folder, None without any; says which ones are left out as broken."""
+    return max(whole_checkpoints(folder), key=lambda one: (one.step, one.path.stat().st_mtime), default=None)
+
+
+def whole_checkpoints(folder: Path) -> list[Found]:
+    """Return the checkpoints of a run's folder that can be loaded; says which ones are left out as broken."""
     found: list[Found] = []
     for path in sorted(folder.glob("*/*.ckpt")):
         try:
@@ -59,7 +64,7 @@ def newest_checkpoint(folder: Path) -> Found | None:
             print(f"{path} is left out: {str(error).splitlines()[0]}", flush=True)
             continue
         found.append(Found(path=path, step=step))
-    return max(found, key=lambda one: (one.step, one.path.stat().st_mtime), default=None)
+    return found
 
 
 def unfinished_run(config: DictConfig, parent: Path) -> Path | None:
