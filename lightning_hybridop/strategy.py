@@ -1,6 +1,5 @@
 """HybridOPStrategy: Lightning's hooks over the pipeline."""
 
-import atexit
 import os
 import subprocess
 import sys
@@ -442,8 +441,6 @@ class HybridOPStrategy(ParallelStrategy):
         if not self.pipelined:
             self.accelerator.setup_device(self.compute_device)
             return
-        # Before the interpreter takes itself apart: Gloo's threads end the process with an abort if they outlive it.
-        atexit.register(world.leave)
         os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
         os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
         self._world = world.enter(
