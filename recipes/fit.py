@@ -87,9 +87,9 @@ def fit(config: DictConfig, folder: Path) -> None:
         "before": before,
         "after": after,
         "steps": trainer.global_step,
-        "samples_per_second": means and means.samples_per_second,
-        "comu_ti": means and means.comu_ti,
-        "comu_ti_per_stage": means and means.comu_ti_per_stage,
+        "samples_per_second": None if means is None else means.samples_per_second,
+        "comu_ti": None if means is None else means.comu_ti,
+        "comu_ti_per_stage": None if means is None else means.comu_ti_per_stage,
         "peak_memory_mib": memory.per_stage_mib,
         "sent_mib_per_mini_batch": strategy.sent_mib,
         "seconds": time.perf_counter() - started,
@@ -108,8 +108,8 @@ def fit(config: DictConfig, folder: Path) -> None:
                 SHOWN.get(name, name): Change(before=before.get(name), after=value)
                 for name, value in after.items()
             },
-            samples_per_second=means and means.samples_per_second,
-            comu_ti=means and means.comu_ti_per_stage,
+            samples_per_second=None if means is None else means.samples_per_second,
+            comu_ti=None if means is None else means.comu_ti_per_stage,
             peak_memory_mib=memory.per_stage_mib,
             sent_mib=strategy.sent_mib or None,
         )

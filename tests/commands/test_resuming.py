@@ -106,9 +106,13 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
 
-    with pytest.raises(OSError, match="full"), resuming.whole_file(path) as beside:
-        beside.write_text("ne")
-        raise OSError("full")
+    def write() -> None:
+        with resuming.whole_file(path) as beside:
+            beside.write_text("ne")
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        write()
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
