@@ -204,6 +204,7 @@ class HybridOPStrategy(ParallelStrategy):
         emulation: times that the stages of a given plan keep to, in the place of other devices.
         data: `"same"` lets every process read the data and checks that all read the same; with `"broadcast"` rank 0
             reads and the others receive its batches.
+        checkpoint_copies: let every host keep the checkpoints that rank 0 writes, so that a run can go on without that host.
 
     Raises:
         PlanError: the plan or an option is not valid.
@@ -240,6 +241,7 @@ class HybridOPStrategy(ParallelStrategy):
         mini_batch: tuple[int, int] = (8, 128),
         emulation: Emulation | None = None,
         data: Literal["same", "broadcast"] = "same",
+        checkpoint_copies: bool = False,
         **parallel_arguments: Any,
     ) -> None:
         super().__init__(**parallel_arguments)
@@ -257,6 +259,7 @@ class HybridOPStrategy(ParallelStrategy):
             ("distribution", distribution, get_args(Distribution)),
             ("data", data, ("same", "broadcast")),
             ("shrinkage", shrinkage, (True, False)),
+            ("checkpoint_copies", checkpoint_copies, (True, False)),
         ):
             if choice not in choices:
                 expected = " or ".join([", ".join(map(repr, choices[:-1])), repr(choices[-1])])
@@ -311,6 +314,7 @@ class HybridOPStrategy(ParallelStrategy):
         self._blocks = blocks
         self._emulation = emulation
         self._data = data
+        self._checkpoint_copies = checkpoint_copies
         self._num_nodes = 1
         self._inside_step = False
         self._world: world.World | None = None
@@ -1145,7 +1149,18 @@ class HybridOPStrategy(ParallelStrategy):
             checkpoint = with_plain_hyper_parameters(checkpoint)
             if self._running_exit_loss is not None and self.plan.exit_baseline == "running":
                 checkpoint[RUNNING_EXIT_LOSS] = self._running_exit_loss
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._keeps_checkpoints:
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        if self._keeps_checkpoints:
+            self.checkpoint_io.remove_checkpoint(filepath)
+
+    @property
+    def _keeps_checkpoints(self) -> bool:
+        """Whether this rank writes checkpoints: rank 0 does, and where copies are asked for one process of each other host."""
+        return self.is_global_zero or (self._checkpoint_copies and self.local_rank == 0)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:

@@ -39,7 +39,15 @@ MAY_CHANGE = (
 )
 """What a run may be given anew when it goes on: where it runs and by which plan, not what it learns from."""
 
-STRATEGY_MAY_CHANGE = ("micro_batches", "timeout", "heartbeat", "interface", "data", "perturbation_memory")
+STRATEGY_MAY_CHANGE = (
+    "micro_batches",
+    "timeout",
+    "heartbeat",
+    "interface",
+    "data",
+    "perturbation_memory",
+    "checkpoint_copies",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
