@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_hybridop.devices.library import load_profiles, read_profile
-from lightning_hybridop.devices.power import HostMeter, host_identity, host_meter
+from lightning_hybridop.devices.power import HostMeter, host_meter, machine_identity
 from lightning_hybridop.pipeline.batches import row_count
 from lightning_hybridop.pipeline.exchange import gather_json
 from lightning_hybridop.planning.cluster import ClusterError, DeviceProfile
@@ -92,7 +92,7 @@ class Energy(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find this host's counters and agree on who reads them. Collective."""
         self._reset()
-        identities = _gathered(host_identity())
+        identities = _gathered(machine_identity())
         here = [
             rank for rank, identity in enumerate(identities) if identity == identities[trainer.global_rank]
         ]

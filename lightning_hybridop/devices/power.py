@@ -46,7 +46,7 @@ class HostMeter:
             meter.stop()
 
 
-def host_identity(root: Path = ROOT) -> str:
+def machine_identity(root: Path = ROOT) -> str:
     """Return what all processes on one machine have in common and no two machines: its boot, else its name."""
     try:
         return (root / "proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -139,7 +139,7 @@ def _report_of_rank(hosts: list[str]) -> tuple[Any, int]:
 
     rank = int(os.environ["RANK"])
     meter = Steps(6.0)
-    energy.host_identity = lambda: hosts[rank]  # type: ignore[assignment]
+    energy.machine_identity = lambda: hosts[rank]  # type: ignore[assignment]
     energy.host_meter = lambda: HostMeter(meters=(meter,), source=f"meter of {hosts[rank]}")  # type: ignore[assignment]
     callback = Energy()
     strategy = HybridOPStrategy(stages=2, zo_stages=1, micro_batches=1)

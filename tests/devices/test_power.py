@@ -5,7 +5,7 @@ import pytest
 
 from lightning_hybridop.devices import power
 from lightning_hybridop.devices.npu_smi import parse_npu_smi
-from lightning_hybridop.devices.power import RaplCounter, SampledMeter, host_identity, host_meter
+from lightning_hybridop.devices.power import RaplCounter, SampledMeter, host_meter, machine_identity
 from tests.devices.test_jetson import hwmon, write
 from tests.devices.test_npu_smi import CARD, DEVELOPER_KIT
 
@@ -97,5 +97,5 @@ def test_npus_are_added_to_their_host_s_own_counters(tmp_path: Path, monkeypatch
 
 def test_processes_of_one_machine_have_one_identity(tmp_path: Path) -> None:
     write(tmp_path, {"proc/sys/kernel/random/boot_id": "c6a5-d3\n"})
-    assert host_identity(tmp_path) == "c6a5-d3"
-    assert host_identity(tmp_path / "none")
+    assert machine_identity(tmp_path) == "c6a5-d3"
+    assert machine_identity(tmp_path / "none")
