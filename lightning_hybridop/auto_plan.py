@@ -46,9 +46,9 @@ def place_by_measuring(
     """Return the planner's plan with one stage per rank, and the rank of each stage. Collective.
 
     `device` is what this rank computes on, `forward_only` whether its stage is zo, `local_rank` which of the
-    `processes_here` of its host it is. `mini_batch` is the number of rows and of tokens per row to plan for; `options` are further fields of the
-    plan, of which `micro_batches` may be None: the planner then chooses. Times are read from the cache where it has them;
-    memory is that of now.
+    `processes_here` of its host it is. `mini_batch` is the number of rows and of tokens per row to plan for; `options`
+    are further fields of the plan, of which `micro_batches` may be None: the planner then chooses. Times are read from
+    the cache where it has them; memory is that of now.
 
     Raises:
         CutError: the module has no Hugging Face model to measure.

@@ -73,8 +73,9 @@ def place_evenly(
 ) -> tuple[Plan, list[int]]:
     """Return an even plan with one stage per rank, and the rank of each stage.
 
-    `devices` are the ranks' devices, `hosts` where they are: the plan names those if there are several. Without `zo_stages`, forward-only devices stand at the head, whatever their
-    ranks; with it, stages are in the order of ranks. `options` are further fields of the plan.
+    `devices` are the ranks' devices, `hosts` where they are: the plan names those if there are several. Without
+    `zo_stages`, forward-only devices stand at the head, whatever their ranks; with it, stages are in the order of ranks.
+    `options` are further fields of the plan.
     """
     ranks = list(range(len(devices)))
     if zo_stages is None:

@@ -25,6 +25,9 @@ class HybridOPAccelerator(Accelerator):
     on is `compute_device`.
     """
 
+    def __init__(self) -> None:
+        self._current = torch.device("cpu")
+
     @staticmethod
     def compute_device(local_rank: int = 0) -> torch.device:
         """Return the device that rank `local_rank` of this host computes on; ranks beyond the devices share them."""
@@ -37,6 +40,7 @@ class HybridOPAccelerator(Accelerator):
     def setup_device(self, device: torch.device) -> None:
         """Make `device` (of any type that `compute_device` returns) this process's current one."""
         _accelerator(device).setup_device(device)
+        self._current = device
 
     def teardown(self) -> None:
         """Give cached device memory back."""
@@ -45,10 +49,13 @@ class HybridOPAccelerator(Accelerator):
     def get_device_stats(self, device: _DEVICE) -> dict[str, Any]:
         """Return the statistics that the accelerator of `device`'s own type gives.
 
+        Of the CPU, which is Lightning's root device in a pipeline, come those of this process's current device with them.
         On a Jetson `jetson_gpu_load` (of 1), `jetson_power` (W) and `jetson_memory_available` (bytes) come with them.
         """
         device = torch.device(device)
         stats = _accelerator(device).get_device_stats(device)
+        if device.type == "cpu" and self._current.type != "cpu":
+            stats |= self.get_device_stats(self._current)
         if device.type == "cuda" and jetson_model() is not None:
             memory = unified_memory()
             read = {

@@ -57,6 +57,9 @@ class NPUAccelerator(Accelerator):
     `setup_device` and keeps its own root device on the CPU.
     """
 
+    def __init__(self) -> None:
+        self._current: torch.device | None = None
+
     def setup_device(self, device: torch.device) -> None:
         """Make `device` this process's current NPU; ValueError when it is not an NPU."""
         if device.type != "npu":
@@ -65,6 +68,7 @@ class NPUAccelerator(Accelerator):
                 "strategy=SingleDeviceStrategy(device='npu:0') outside a pipeline."
             )
         load_npu().set_device(device)
+        self._current = device
 
     def teardown(self) -> None:
         """Give cached NPU memory back."""
@@ -75,9 +79,11 @@ class NPUAccelerator(Accelerator):
 
         That is `npu_memory_free` and `npu_memory_total` in bytes, `npu_utilization` in percent and, from `npu-smi info`,
         `npu_power` in watts, `npu_temperature` in degrees Celsius and `npu_cores` in percent; what cannot be read is left
-        out.
+        out. Asked for the CPU, Lightning's root device in a pipeline, it tells of the NPU that this process computes on.
         """
         npu = load_npu()
+        if self._current is not None and torch.device(device).type != "npu":
+            device = self._current
         stats: dict[str, Any] = _asked(npu, "memory_stats", device) or {}
         memory = _asked(npu, "mem_get_info", device)
         if memory is not None:

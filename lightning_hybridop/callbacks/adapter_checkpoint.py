@@ -22,8 +22,9 @@ class AdapterCheckpoint(Callback):
 
     The folder holds `adapter_model.safetensors` and `adapter_config.json`, as peft writes them, and is loaded with
     `PeftModel.from_pretrained(base_model, folder)`. The module must hold exactly one PeftModel with one active
-    adapter, under any attribute; its other adapters are written, as they are, to folders of their names inside it. The folder appears whole or not at all; one that is already there is replaced.
-    With strategies that know nothing of stages the module's own state is written.
+    adapter, under any attribute; its other adapters are written, as they are, to folders of their names inside it. The
+    folder appears whole or not at all; one that is already there is replaced. With strategies that know nothing of
+    stages the module's own state is written.
     """
 
     def __init__(self, folder: str | Path) -> None:

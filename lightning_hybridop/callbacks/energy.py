@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_hybridop.devices.library import load_profiles, read_profile
-from lightning_hybridop.devices.power import HostMeter, host_identity, host_meter
+from lightning_hybridop.devices.power import HostMeter, host_meter, machine_identity
 from lightning_hybridop.pipeline.batches import row_count
 from lightning_hybridop.pipeline.exchange import gather_json
 from lightning_hybridop.planning.cluster import ClusterError, DeviceProfile
@@ -24,7 +25,7 @@ ESTIMATED = "estimated"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """The joules of one host, or of one stage whose host has no counters.
+    """The joules of one host, by its counters, or of one stage whose device its host's counters leave out.
 
     `source` names the counters, or says that the figure is estimated and from what; None where there is no figure, of
     which `problem` then says why.
@@ -58,9 +59,10 @@ class Energy(Callback):
 
     Counted is what lies between the first and the last mini-batch of an epoch, without validation. Real counters come
     first: RAPL, the rails of a Jetson, the power in npu-smi's table; they count whole hosts, each once, however many
-    processes it runs. A stage on a host without them is estimated from its device's profile: `busy_w` while it computes,
-    `idle_w` else, or `busy_w` throughout where `idle_w` is unknown, which is an upper bound. Whatever is estimated is
-    called so. If a part is unknown, so is the sum, and nothing is logged.
+    processes it runs. They need not include all of its devices: RAPL leaves out GPUs and NPUs, npu-smi all but NPUs. A
+    stage on a device that they leave out is estimated from the device's profile: `busy_w` while it computes, `idle_w` else,
+    or `busy_w` throughout where `idle_w` is unknown, which is an upper bound. Whatever is estimated is called so, and
+    added to what the counters say. If a part is unknown, so is the sum, and nothing is logged.
 
     Args:
         profiles: profile of each stage's device, by the stage's name or else its device: a name in the library, or the path
@@ -81,36 +83,38 @@ class Energy(Callback):
 
     def _reset(self) -> None:
         self._samples = 0
-        self._joules = 0.0
-        self._ranks: tuple[int, ...] = ()
+        self._counted = 0.0
+        self._counts: tuple[tuple[int, ...], str] | None = None  # the ranks of this host, and its counters
+        self._estimated = 0.0
+        self._profile: DeviceProfile | None = None
         self._source: str | None = None
         self._problem: str | None = None
-        self._profile: DeviceProfile | None = None
         self.report: EnergyReport | None = None
         """What the latest run took so far, equal on all ranks."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find this host's counters and agree on who reads them. Collective."""
         self._reset()
-        identities = _gathered(host_identity())
+        identities = _gathered(machine_identity())
         here = [
             rank for rank, identity in enumerate(identities) if identity == identities[trainer.global_rank]
         ]
         own = host_meter() if trainer.global_rank == here[0] else None
-        problem, source = _gathered(None if own is None else [own.problem, own.source])[here[0]]
-        if problem is None:
-            self._meter = own  # None on the other ranks: a host counts once
-            self._ranks = tuple(here) if own is not None else ()
-            self._source = source
-        else:
-            self._ranks = (trainer.global_rank,)
-            self._estimate_from(trainer, problem)
+        told = None if own is None else [own.source, sorted(own.covers), own.problem]
+        source, covers, problem = _gathered(told)[here[0]]
+        if own is not None and own.meters:  # on one rank of the host, so that it counts once
+            self._meter, self._counts = own, (tuple(here), source)
+        device: torch.device = getattr(trainer.strategy, "compute_device", trainer.strategy.root_device)
+        if device.type not in covers:
+            self._estimate_from(
+                trainer, device, problem or f"This host's energy counters ({source}) leave out {device}."
+            )
         self._start()
 
-    def _estimate_from(self, trainer: Trainer, problem: str) -> None:
+    def _estimate_from(self, trainer: Trainer, device: torch.device, problem: str) -> None:
         """Look up the profile of this rank's device, in the place of counters."""
         plan: Plan | None = getattr(trainer.strategy, "plan", None)
-        names = [str(trainer.strategy.root_device)]
+        names = [str(device)]
         if plan is not None:
             stage = plan.stages[trainer.strategy.stage_index]  # type: ignore[attr-defined]
             names = [name for name in (stage.name, stage.device) if name is not None]
@@ -135,18 +139,18 @@ class Energy(Callback):
         self._start()
 
     def _start(self) -> None:
-        self._mark = self._meter.joules() if self._meter is not None else time.perf_counter()
+        self._read = 0.0 if self._meter is None else self._meter.joules()
+        self._since = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Add what the mini-batch took; gather and log it where the Trainer logs."""
-        began = self._mark
+        read, since = self._read, self._since
         self._start()
-        if self._meter is not None:
-            self._joules += self._mark - began
-        elif self._profile is not None:
-            self._joules += _estimated_joules(self._profile, self._mark - began, _busy_seconds(trainer))
+        self._counted += self._read - read
+        if self._profile is not None:
+            self._estimated += _estimated_joules(self._profile, self._since - since, _busy_seconds(trainer))
         self._samples += row_count(batch)
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a part of the Trainer
         if every and trainer.global_step % every == 0:
@@ -175,12 +179,17 @@ class Energy(Callback):
             self._meter = None
 
     def _gather(self, trainer: Trainer) -> None:
-        known = self._meter is not None or self._profile is not None
-        own = [self._ranks, self._joules if known else None, self._source, self._problem]
+        own: list[tuple[tuple[int, ...], float | None, str | None, str | None]] = []
+        if self._counts is not None:
+            ranks, source = self._counts
+            own.append((ranks, self._counted, source, None))
+        if self._profile is not None or self._problem is not None:
+            joules = None if self._profile is None else self._estimated
+            own.append(((trainer.global_rank,), joules, self._source, self._problem))
         shares = tuple(
             Share(ranks=tuple(ranks), joules=joules, source=source, problem=problem)
-            for ranks, joules, source, problem in _gathered(own)
-            if ranks
+            for parts in _gathered(own)
+            for ranks, joules, source, problem in parts
         )
         values = [share.joules for share in shares]
         total = None if None in values else math.fsum(value for value in values if value is not None)

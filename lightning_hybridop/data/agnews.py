@@ -33,7 +33,8 @@ class AGNewsData(ClassificationData):
     what `load_tokenizer` takes.
 
     Batches are dictionaries of `input_ids`, `attention_mask` and `labels`, int64 (rows, tokens), of at most
-    `max_length` tokens; with `labels="number"` the labels are class indices, int64 (rows,). Raises DataError, in `setup`, when a file is missing or malformed.
+    `max_length` tokens; with `labels="number"` the labels are class indices, int64 (rows,). Raises
+    DataError, in `setup`, when a file is missing or malformed.
     """
 
     def __init__(

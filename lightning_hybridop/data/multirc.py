@@ -24,7 +24,10 @@ _SPLITS = {"train": "train", "test": "validation"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOption:
-    """A possible answer to a question about a passage; `label` is 1 if it is right, `question_number` tells the questions of one source apart."""
+    """A possible answer to a question about a passage.
+
+    `label` is 1 if it is right, `question_number` tells the questions of one source apart.
+    """
 
     passage: str
     question: str

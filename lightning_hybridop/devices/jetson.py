@@ -50,13 +50,16 @@ def rails(root: Path = ROOT) -> tuple[Rail, ...]:
 
 
 def board_power(root: Path = ROOT) -> float | None:
-    """Return the watts of the whole module: of the rail that feeds it, else the sum of its rails; None without any."""
+    """Return the watts of the whole module: of the rail that feeds it, else the sum of its rails.
+
+    None without any, and for 0 W, which no board that runs takes.
+    """
     found = rails(root)
     for rail in found:
         if rail.name in _WHOLE:
-            return rail.power
+            return rail.power or None
     added = [rail.power for rail in found if rail.name not in _NOT_ADDED]
-    return sum(added) if added else None
+    return sum(added) or None
 
 
 def gpu_load(root: Path = ROOT) -> float | None:

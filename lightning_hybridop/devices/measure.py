@@ -90,8 +90,9 @@ def measure(
 ) -> Measured:
     """Time a model of that configuration with few blocks and random weights on one micro-batch.
 
-    Times are medians over `repeats` (fewer of a part that is slow), with the device synchronised. The micro-batch has a padded row, as most have. An
-    NPU only runs forward. `step` is called `steps(repeats)` times on the way. The global random state is left alone.
+    Times are medians over `repeats` (fewer of a part that is slow), with the device synchronised. The micro-batch has a
+    padded row, as most have. An NPU only runs forward. `step` is called `steps(repeats)` times on the way. The global
+    random state is left alone.
 
     Raises:
         MeasureError: the configuration allows no rows of that length, or its blocks cannot be found.

@@ -16,7 +16,8 @@ _HEALTH = ("OK", "Warning", "Alarm", "Critical", "UNKNOWN")
 class NpuReading:
     """One chip's line of `npu-smi info`: watts, degrees Celsius, percent of its cores, MB; None where it says NA.
 
-    `chip` counts the chips from 0 in the order of the table.
+    `power` is None for 0 W too, which boards without a sensor show. `chip` counts the chips from 0 in the order of the
+    table.
     """
 
     chip: int
@@ -87,7 +88,7 @@ def _chips(text: str) -> Iterator[NpuReading]:
             chip=chip,
             name=words[-1] if words else "",
             health=upper[1],
-            power=_number(values, 0),
+            power=_number(values, 0) or None,
             temperature=_number(values, 1),
             core_percent=_number(cells[2].split(), 0),
             memory_used=_number(pairs[-1], 0) if pairs else None,

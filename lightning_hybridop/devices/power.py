@@ -30,10 +30,15 @@ class Meter(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMeter:
-    """A host's meters and what they read; without any, `problem` says why in one sentence."""
+    """A host's meters and what they read.
+
+    `covers` are the types of devices, as torch calls them, whose own consumption the meters include. `problem` says in one
+    sentence why counters that the host may have are not read; None where all are that it has.
+    """
 
     meters: tuple[Meter, ...]
     source: str
+    covers: frozenset[str]
     problem: str | None = None
 
     def joules(self) -> float:
@@ -46,7 +51,7 @@ class HostMeter:
             meter.stop()
 
 
-def host_identity(root: Path = ROOT) -> str:
+def machine_identity(root: Path = ROOT) -> str:
     """Return what all processes on one machine have in common and no two machines: its boot, else its name."""
     try:
         return (root / "proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -57,19 +62,21 @@ def host_identity(root: Path = ROOT) -> str:
 def host_meter(root: Path = ROOT) -> HostMeter:
     """Return meters for all that this host's counters tell.
 
-    They count the whole host, or chip: what else runs there counts as well.
+    They count the whole host, or chip: what else runs there counts as well. A Jetson's rails feed all of its module, RAPL
+    counts processors and their memory, and npu-smi the NPUs, if it has a power for each of them.
     """
     meters: list[Meter] = []
     sources: list[str] = []
-    problem = (
-        "This host has no counter of energy: no RAPL, no rails of a Jetson, no power in npu-smi's table."
-    )
+    covers: set[str] = set()
+    problem = None
     if jetson_model(root) is not None and board_power(root) is not None:
         meters.append(SampledMeter(lambda: board_power(root), period=RAIL_SECONDS))
         sources.append("INA3221 rails")
-    if any(reading.power is not None for reading in npu_readings()):
+        covers |= {"cpu", "cuda"}
+    if _npu_power() is not None:
         meters.append(SampledMeter(_npu_power, period=NPU_SECONDS))
         sources.append("npu-smi")
+        covers.add("npu")
     zones = _rapl_zones(root)
     try:
         counters = [RaplCounter(zone) for zone in zones]
@@ -82,8 +89,16 @@ def host_meter(root: Path = ROOT) -> HostMeter:
         problem = "This host's energy counters (RAPL) cannot be read."
     else:
         meters.extend(counters)
-        sources.extend(["RAPL"] if counters else [])
-    return HostMeter(meters=tuple(meters), source=" + ".join(sources), problem=None if meters else problem)
+        if counters:
+            sources.append("RAPL")
+            covers.add("cpu")
+    if not meters and problem is None:
+        problem = (
+            "This host has no counter of energy: no RAPL, no rails of a Jetson, no power in npu-smi's table."
+        )
+    return HostMeter(
+        meters=tuple(meters), source=" + ".join(sources), covers=frozenset(covers), problem=problem
+    )
 
 
 class RaplCounter:
@@ -156,8 +171,10 @@ class SampledMeter:
 
 
 def _npu_power() -> float | None:
-    powers = [reading.power for reading in npu_readings() if reading.power is not None]
-    return sum(powers) if powers else None
+    """Return the watts of all NPUs; None where that of one is unknown."""
+    powers = [reading.power for reading in npu_readings()]
+    known = [power for power in powers if power is not None]
+    return sum(known) if known and len(known) == len(powers) else None
 
 
 def _rapl_zones(root: Path) -> list[Path]:

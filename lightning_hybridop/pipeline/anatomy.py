@@ -145,7 +145,10 @@ def find_language_model(module: nn.Module, path: str) -> nn.Module | None:
 def _probe(
     model: nn.Module, first_block: nn.Module, siblings: dict[str, tuple[nn.Module, bool]]
 ) -> tuple[frozenset[str], Tensor | tuple[Tensor, ...]] | None:
-    """Run two tokens through the first block: what ran before it, and what it returned. None when the model does not take bare `input_ids`."""
+    """Run two tokens through the first block: what ran before it, and what it returned.
+
+    None when the model does not take bare `input_ids`.
+    """
     ran: set[str] = set()
     returned: list[Tensor | tuple[Tensor, ...]] = []
 

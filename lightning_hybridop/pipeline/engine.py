@@ -222,7 +222,7 @@ class Engine:
     def send(self, action: Action, tensor: Tensor, *, ahead: int = SENDS_AHEAD) -> None:
         """Start sending the hidden state or gradient of `action` to the stage that waits for it.
 
-        Waits until fewer than `ahead` earlier messages are left that this stage has not taken.
+        Waits until the other stage has taken all but fewer than `ahead` of the earlier messages to it.
         """
         backward = action.kind is Kind.BACKWARD
         channel = self.channels[self.stage - 1 if backward else self.stage + 1]

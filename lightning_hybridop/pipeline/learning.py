@@ -33,9 +33,9 @@ from lightning_hybridop.schedules.timeline import TimedAction
 class MiniBatchResult:
     """What a rank has after a mini-batch: the full loss, its own gradients by parameter name, and what it measured.
 
-    `report` is what each replica's last stage wanted all ranks to know, `actions` are the first replica's. `estimate` is None without a stage that estimates.
-    `exit_loss` is the mean of the early-exit losses, None without any. `sent_bytes` are what this stage sent to its
-    neighbours.
+    `report` is what each replica's last stage wanted all ranks to know, `actions` are the first replica's. `estimate` is
+    None without a stage that estimates. `exit_loss` is the mean of the early-exit losses, None without any. `sent_bytes`
+    are what this stage sent to its neighbours.
     """
 
     loss: float

@@ -32,6 +32,8 @@ def encode(tensor: Tensor, form: torch.dtype) -> Tensor:
     if form == torch.int8:
         return _quantised(tensor)
     if form == torch.float16 and tensor.dtype != torch.float16:
+        # bfloat16 has no 65504: clamped in it, values become 65536, which float16 has not.
+        tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         largest = torch.finfo(torch.float16).max
         tensor = torch.where(tensor.isinf(), tensor, tensor.clamp(-largest, largest))
     return tensor.to(form).contiguous().reshape(-1).view(torch.uint8)

@@ -41,12 +41,13 @@ class PlanError(ValueError):
 class Stage:
     """One device's contiguous range `[first, last)` of transformer blocks.
 
-    `name` is that of the cluster's device it was planned for, `host` the host that runs it (None: whichever). `executor` runs its blocks: torch, or an inference
-    runtime where nothing back-propagates, which may keep its frozen `weights` as int8. `dtype` is what frozen weights
-    are cast to, in a runtime the precision of its arithmetic (None: left as loaded). `wire` is how its hidden states
-    travel to the next stage (None: in the dtype that they have); gradients come back over such a link in bfloat16.
-    Schedules are made for relative times: a forward of one block takes `1 / speed` units, a backward `backward` forwards, and a hidden state or
-    gradient `transfer` units to the next stage or back.
+    `name` is that of the cluster's device it was planned for, `host` the host that runs it (None: whichever).
+    `executor` runs its blocks: torch, or an inference runtime where nothing back-propagates, which may keep its frozen
+    `weights` as int8. `dtype` is what frozen weights are cast to, in a runtime the precision of its arithmetic (None:
+    left as loaded). `wire` is how its hidden states travel to the next stage (None: in the dtype that they have);
+    gradients come back over such a link in bfloat16. Schedules are made for relative times: a forward of one block takes
+    `1 / speed` units, a backward `backward` forwards, and a hidden state or gradient `transfer` units to the next stage
+    or back.
     """
 
     first: int

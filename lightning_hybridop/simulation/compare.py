@@ -52,10 +52,10 @@ def compare(
 
     First-order methods come twice if there are devices that only run forward: on all devices, which then all
     back-propagate, and without those. All cut the mini-batch into `micro_batches`, but for AccPar, which has no pipeline
-    and takes it whole, and HDP, whose groups cut their shares of it. HybridOP comes on all devices: with the paper's placement at the tail and
-    its objective, both with the estimator that the paper has; then with `estimator`, once free to leave devices out and
-    once with all, and with each other estimator (adjoints have no early exits); and on the bp devices alone. The workload's
-    `wire` is HybridOP's, but for these rows of the paper's.
+    and takes it whole, and HDP, whose groups cut their shares of it. HybridOP comes on all devices: with the paper's
+    placement at the tail and its objective, both with the estimator that the paper has; then with `estimator`, once free
+    to leave devices out and once with all, and with each other estimator (adjoints have no early exits); and on the bp
+    devices alone. The workload's `wire` is HybridOP's, but for these rows of the paper's.
 
     Raises:
         ClusterError: a figure that is needed is unknown.

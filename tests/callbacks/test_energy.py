@@ -1,6 +1,7 @@
 import csv
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +41,20 @@ class Steps:
         self.stopped += 1
 
 
-NO_COUNTERS = HostMeter(meters=(), source="", problem="This host has no counter of energy.")
+class Device:
+    """A device of torch's that torch need not know here."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.type = name, name.partition(":")[0]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+CPU = frozenset({"cpu"})
+NO_COUNTERS = HostMeter(
+    meters=(), source="", covers=frozenset(), problem="This host has no counter of energy."
+)
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -53,7 +67,7 @@ def test_joules_of_counters_are_logged_per_sample_and_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     meter = Steps(6.0)
-    monkeypatch.setattr(energy, "host_meter", lambda: HostMeter(meters=(meter,), source="RAPL"))
+    monkeypatch.setattr(energy, "host_meter", lambda: HostMeter(meters=(meter,), source="RAPL", covers=CPU))
     logger, callback = CSVLogger(tmp_path), Energy(folder=tmp_path)
     trainer(strategy=pipeline([timeline(4)]), logger=logger, log_every_n_steps=1, callbacks=[callback]).fit(
         line, loader(8, 4)
@@ -129,6 +143,55 @@ def test_what_nothing_tells_is_unknown_and_says_why(
     assert rows_of(tmp_path / "energy.csv")[-1]["joules_per_sample"] == ""
 
 
+@pytest.mark.parametrize(("device", "covers"), [("cuda:0", "cpu"), ("npu:0", "cpu"), ("cpu", "npu")])
+def test_what_counters_leave_out_is_estimated_and_added_or_makes_the_sum_unknown(
+    trainer: Make, pipeline: Make, timeline: Make, loader: Make, line: LightningModule, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, device: str, covers: str,
+) -> None:  # fmt: skip
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 10.0
+        return now[0]
+
+    def counters() -> HostMeter:
+        return HostMeter(meters=(Steps(6.0),), source="counters", covers=frozenset({covers}))
+
+    monkeypatch.setattr(energy, "host_meter", counters)
+    monkeypatch.setattr(energy, "time", SimpleNamespace(perf_counter=clock))
+    profile = tmp_path / "card.yaml"
+    profile.write_text(json.dumps({"name": "card", "busy_w": 20, "idle_w": 5}), encoding="utf-8")
+
+    def report(profiles: dict[str, str]) -> energy.EnergyReport:
+        strategy = pipeline([timeline(4)])
+        strategy.compute_device = Device(device)
+        strategy.plan = replace(
+            strategy.plan, stages=tuple(replace(stage, device=device) for stage in strategy.plan.stages)
+        )
+        strategy.stage_index = 0
+        strategy.last_result = SimpleNamespace(timeline=timeline(4)[:1])  # busy for 4 s of 10
+        callback = Energy(profiles=profiles, folder=tmp_path)
+        trainer(strategy=strategy, callbacks=[callback]).fit(line, loader(8, 4))
+        assert callback.report is not None
+        return callback.report
+
+    known = report({device: str(profile)})
+    assert [(share.joules, share.source) for share in known.shares] == [
+        (12.0, "counters"),
+        (2 * (4 * 20 + 6 * 5), "estimated from the profile card"),
+    ]
+    assert known.joules == 12 + 220
+    assert str(known) == "29 J per sample (counters; estimated from the profile card)."
+    assert [row["ranks"] for row in rows_of(tmp_path / "energy.csv")] == ["0", "0", "all"]
+
+    unknown = report({})
+    assert unknown.joules is None
+    assert str(unknown) == (
+        f"Energy per sample is unknown: This host's energy counters (counters) leave out {device}. "
+        f"No profile is given for {device} (rank 0)."
+    )
+
+
 def test_an_unknown_profile_is_refused_before_the_run() -> None:
     with pytest.raises(ClusterError, match="there is no profile jetson-9000; choose one of"):
         Energy(profiles={"cpu": "jetson-9000"})
@@ -139,8 +202,8 @@ def _report_of_rank(hosts: list[str]) -> tuple[Any, int]:
 
     rank = int(os.environ["RANK"])
     meter = Steps(6.0)
-    energy.host_identity = lambda: hosts[rank]  # type: ignore[assignment]
-    energy.host_meter = lambda: HostMeter(meters=(meter,), source=f"meter of {hosts[rank]}")  # type: ignore[assignment]
+    energy.machine_identity = lambda: hosts[rank]  # type: ignore[assignment]
+    energy.host_meter = lambda: HostMeter(meters=(meter,), source=f"meter of {hosts[rank]}", covers=CPU)  # type: ignore[assignment]
     callback = Energy()
     strategy = HybridOPStrategy(stages=2, zo_stages=1, micro_batches=1)
     trainer_for(strategy, callbacks=[callback], max_steps=2, log_every_n_steps=1).fit(

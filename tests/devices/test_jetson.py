@@ -49,6 +49,13 @@ def test_an_agx_s_rails_add_up(tmp_path: Path) -> None:
     assert board_power(tmp_path) == pytest.approx(2.0 + 1.0 + 4.0)
 
 
+@pytest.mark.parametrize("rail", ["VDD_IN", "VDD_CPU_CV"])
+def test_a_power_of_zero_is_unknown(tmp_path: Path, rail: str) -> None:
+    write(tmp_path, hwmon("1-0040", [(rail, 5000, 0)]))
+    assert [read.power for read in rails(tmp_path)] == [0.0]
+    assert board_power(tmp_path) is None
+
+
 def test_jetpack_4_s_driver_gives_milliwatts_and_is_counted_once(tmp_path: Path) -> None:
     folder = tmp_path / "sys/bus/i2c/drivers/ina3221x/6-0040"
     write(

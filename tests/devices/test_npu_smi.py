@@ -56,6 +56,11 @@ def test_a_card_s_chips_are_counted_and_what_is_not_available_is_none() -> None:
     assert (second.core_percent, second.memory_used) == (3.0, 1700.0)
 
 
+def test_a_power_of_zero_is_unknown() -> None:
+    (reading,) = parse_npu_smi(DEVELOPER_KIT.replace("10.4", " 0.0"))
+    assert (reading.power, reading.temperature) == (None, 66.0)
+
+
 def test_where_two_memories_are_shown_the_last_holds_the_tensors() -> None:
     (reading,) = parse_npu_smi(SERVER)
     assert (reading.power, reading.memory_used, reading.memory_total) == (92.3, 3373.0, 65536.0)

@@ -5,7 +5,7 @@ import pytest
 
 from lightning_hybridop.devices import power
 from lightning_hybridop.devices.npu_smi import parse_npu_smi
-from lightning_hybridop.devices.power import RaplCounter, SampledMeter, host_identity, host_meter
+from lightning_hybridop.devices.power import RaplCounter, SampledMeter, host_meter, machine_identity
 from tests.devices.test_jetson import hwmon, write
 from tests.devices.test_npu_smi import CARD, DEVELOPER_KIT
 
@@ -26,7 +26,7 @@ def test_packages_and_memory_are_added_and_their_parts_are_not(tmp_path: Path) -
     memory = rapl(tmp_path, "intel-rapl:0:1", "dram", 100)
     core = rapl(tmp_path, "intel-rapl:0:0", "core", 100)
     meter = host_meter(tmp_path)
-    assert (meter.source, meter.problem) == ("RAPL", None)
+    assert (meter.source, meter.covers, meter.problem) == ("RAPL", {"cpu"}, None)  # no GPU, no NPU
     (package / "energy_uj").write_text("300100")
     (memory / "energy_uj").write_text("50100")
     (core / "energy_uj").write_text("900000")
@@ -51,11 +51,16 @@ def test_a_refused_counter_is_told_with_what_to_do(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(RaplCounter, "_read", refuse)
     problem = host_meter(tmp_path).problem
     assert problem is not None and "may be read by root only; make" in problem
+    # Beside other counters as well, which do not include the processors.
+    monkeypatch.setattr(power, "npu_readings", lambda: parse_npu_smi(DEVELOPER_KIT))
+    meter = host_meter(tmp_path)
+    meter.stop()
+    assert (meter.source, meter.covers, meter.problem) == ("npu-smi", {"npu"}, problem)
 
 
 def test_a_host_without_counters_says_so(tmp_path: Path) -> None:
     meter = host_meter(tmp_path)
-    assert meter.meters == ()
+    assert (meter.meters, meter.covers) == ((), frozenset())
     assert meter.problem is not None and meter.problem.startswith("This host has no counter of energy")
 
 
@@ -77,7 +82,7 @@ def test_a_jetson_s_rails_are_sampled_while_the_program_runs(tmp_path: Path) -> 
     write(tmp_path, {"proc/device-tree/model": "NVIDIA Jetson Orin NX"})
     write(tmp_path, hwmon("1-0040", [("VDD_IN", 5000, 2000)]))
     meter = host_meter(tmp_path)
-    assert meter.source == "INA3221 rails"
+    assert (meter.source, meter.covers) == ("INA3221 rails", {"cpu", "cuda"})
     began = time.monotonic()
     time.sleep(0.35)
     joules, elapsed = meter.joules(), time.monotonic() - began
@@ -90,12 +95,14 @@ def test_npus_are_added_to_their_host_s_own_counters(tmp_path: Path, monkeypatch
     rapl(tmp_path, "intel-rapl:0", "package-0", 0)
     meter = host_meter(tmp_path)
     meter.stop()
-    assert meter.source == "npu-smi + RAPL"
-    monkeypatch.setattr(power, "npu_readings", lambda: parse_npu_smi(CARD))  # its power is NA
-    assert host_meter(tmp_path).source == "RAPL"
+    assert (meter.source, meter.covers) == ("npu-smi + RAPL", {"npu", "cpu"})
+    for text in (CARD, DEVELOPER_KIT + CARD, DEVELOPER_KIT.replace("10.4", " 0.0")):  # a power is unknown
+        monkeypatch.setattr(power, "npu_readings", lambda text=text: parse_npu_smi(text))
+        meter = host_meter(tmp_path)
+        assert (meter.source, meter.covers) == ("RAPL", {"cpu"})
 
 
 def test_processes_of_one_machine_have_one_identity(tmp_path: Path) -> None:
     write(tmp_path, {"proc/sys/kernel/random/boot_id": "c6a5-d3\n"})
-    assert host_identity(tmp_path) == "c6a5-d3"
-    assert host_identity(tmp_path / "none")
+    assert machine_identity(tmp_path) == "c6a5-d3"
+    assert machine_identity(tmp_path / "none")

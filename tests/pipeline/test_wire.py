@@ -35,8 +35,10 @@ def test_a_tensor_arrives_as_a_cast_would_make_it(form: torch.dtype) -> None:
     assert torch.equal(travelled(tensor, form), tensor.to(form))
 
 
-def test_float16_saturates_where_a_cast_would_overflow() -> None:
-    tensor = torch.tensor([[1e6, -1e6, 3.0, math.inf, -math.inf, math.nan]])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_float16_saturates_where_a_cast_would_overflow(dtype: torch.dtype) -> None:
+    far = 1e300 if dtype == torch.float64 else 1e38
+    tensor = torch.tensor([[far, -65536.0, 3.0, math.inf, -math.inf, math.nan]], dtype=dtype)
     arrived = travelled(tensor, torch.float16)
     largest = torch.finfo(torch.float16).max
     assert arrived[0, :3].tolist() == [largest, -largest, 3.0]
