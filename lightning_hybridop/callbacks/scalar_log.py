@@ -111,6 +111,8 @@ class ScalarLog(Callback):
             return
         # A callback that averages weights may have put the average in the place of what is trained.
         state = checkpoint.get("current_model_state", checkpoint["state_dict"])
+        if not state.keys() >= {name for names in self._stages.values() for name in names}:
+            return  # code of the user's has left some out
         checksums = {
             stage: checksum({name: state[name] for name in names}) for stage, names in self._stages.items()
         }

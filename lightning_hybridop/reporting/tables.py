@@ -172,15 +172,14 @@ def rebuilt_table(
 ) -> RenderableType:
     """Return what `hybridop rebuild` replayed, what the log of it takes up, and the steps whose checksums fit."""
     steps = step - checkpoint_step
+    where = ", ".join(map(str, checked)) if len(checked) <= 6 else f"{checked[0]} to {checked[-1]}"
     rows = {
         "steps replayed": f"{steps} (from {checkpoint_step} to {step})",
         "mini-batches": str(mini_batches),
         "directions": str(directions),
         "bytes of log per step": f"{log_bytes / steps:.0f}" if steps else UNKNOWN,
         "bytes of log per direction": f"{log_bytes / directions:.1f}" if directions else UNKNOWN,
-        "checks passed": f"{len(checked)} (step {', '.join(map(str, checked))})"
-        if checked
-        else "0: none on the way",
+        "checks passed": f"{len(checked)} (step {where})" if checked else "0: none on the way",
     }
     table = Table(title="Rebuilt", title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
     for name, value in rows.items():

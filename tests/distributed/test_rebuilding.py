@@ -11,7 +11,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -151,7 +151,8 @@ def _callbacks(folder: Path) -> list[Callback]:
 def _callbacks_on_hosts(folder: Path) -> list[Callback]:
     """Return those of a run that takes each process for a host."""
     os.environ["HYBRIDOP_HOST"] = f"host{os.environ['RANK']}"
-    return [*_callbacks(folder), ForgetsHost()]
+    # What it saves in the place of the weights is their average.
+    return [EMAWeightAveraging(), *_callbacks(folder), ForgetsHost()]
 
 
 def _full_disk() -> list[Callback]:
@@ -191,7 +192,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (parent / "aside").mkdir()
     (parent / "aside" / "scalars.log").write_bytes(GARBAGE)
     jobs.append(_job(parent / "aside", norm, checkpoint=goes_on))
-    jobs.append(replace(_job(parent / "full", norm, checkpoint=goes_on), callbacks=_full_disk))
+    unsaved = {**norm, "trainer": {**norm["trainer"], "enable_checkpointing": False}}
+    jobs.append(replace(_job(parent / "full", unsaved, checkpoint=goes_on), callbacks=_full_disk))
     jobs.append(_job(parent / "adjoint", {**norm, "strategy": exact, "train": partial(loader, 8)}))
     runs = run_jobs(jobs, 4)
     assert [run[0].global_step for run in runs[:-1]] == [12] * (len(jobs) - 1)
@@ -265,6 +267,17 @@ def test_a_rank_that_back_propagates_logs_what_zo_stages_do(folder: Path) -> Non
     assert elsewhere.mini_batches == here.mini_batches
     assert elsewhere.marks == here.marks
     assert {path.name for path in (folder / "elsewhere").glob("rank_*.pt")} == {"rank_2.pt", "rank_3.pt"}
+
+
+def test_averaged_weights_are_not_taken_for_those_that_steps_go_on_from(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = folder / "elsewhere"
+    checkpoint = torch.load(run / "checkpoints" / "step=4.ckpt", weights_only=True)
+    name = next(iter(real(run)))
+    assert not torch.equal(checkpoint["state_dict"][name], checkpoint["current_model_state"][name])
+    assert main(["rebuild", f"folder={run}", f"checkpoint={run}/checkpoints/step\\=4.ckpt"]) == 0
+    assert "checks passed 3 (step 4, 8, 12)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_changed_coefficient_is_noticed_at_the_next_mark(folder: Path) -> None:
