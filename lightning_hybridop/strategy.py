@@ -315,6 +315,7 @@ class HybridOPStrategy(ParallelStrategy):
         self._emulation = emulation
         self._data = data
         self._checkpoint_copies = checkpoint_copies
+        self._root_of_rank_0: str | None = None
         self._num_nodes = 1
         self._inside_step = False
         self._world: world.World | None = None
@@ -580,6 +581,8 @@ class HybridOPStrategy(ParallelStrategy):
             # Lightning derives the device of autocast from the accelerator's name and does not know ours.
             self.precision_plugin.device = self.compute_device.type
         self.model = self.precision_plugin.convert_module(self.lightning_module)
+        if self._checkpoint_copies and self.world_size > 1:
+            self._root_of_rank_0 = broadcast_json(str(Path(trainer.default_root_dir).resolve()), source=0)
         if self._assembly is None or self._assembly.engine.model.module is not self.lightning_module:
             self._cut(self.lightning_module)
         share_metrics(
@@ -1150,12 +1153,21 @@ class HybridOPStrategy(ParallelStrategy):
             if self._running_exit_loss is not None and self.plan.exit_baseline == "running":
                 checkpoint[RUNNING_EXIT_LOSS] = self._running_exit_loss
         if self._keeps_checkpoints:
-            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            self.checkpoint_io.save_checkpoint(
+                checkpoint, self._here(filepath), storage_options=storage_options
+            )
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
         if self._keeps_checkpoints:
-            self.checkpoint_io.remove_checkpoint(filepath)
+            self.checkpoint_io.remove_checkpoint(self._here(filepath))
+
+    def _here(self, path: _PATH) -> _PATH:
+        """Return a path that rank 0 has told, in the Trainer's root folder of this host if it is in that of rank 0."""
+        assert self.lightning_module is not None
+        own = self.lightning_module.trainer.default_root_dir
+        inside = self._root_of_rank_0 is not None and Path(path).is_relative_to(self._root_of_rank_0)
+        return Path(own) / Path(path).relative_to(str(self._root_of_rank_0)) if inside else path
 
     @property
     def _keeps_checkpoints(self) -> bool:

@@ -149,6 +149,7 @@ def _train(
             stages=stages, zo_stages=1, timeout=60, heartbeat=HEARTBEAT, checkpoint_copies=copies
         ),
         accelerator="cpu",
+        default_root_dir=disk,
         max_steps=STEPS,
         callbacks=[ModelCheckpoint(disk / "recovery", every_n_train_steps=3), Recovery(folder), progress],
         logger=False,
