@@ -1164,10 +1164,11 @@ class HybridOPStrategy(ParallelStrategy):
 
     def _here(self, path: _PATH) -> _PATH:
         """Return a path that rank 0 has told, in the Trainer's root folder of this host if it is in that of rank 0."""
+        root = self._root_of_rank_0
+        if root is None or not Path(path).is_relative_to(root):
+            return path
         assert self.lightning_module is not None
-        own = self.lightning_module.trainer.default_root_dir
-        inside = self._root_of_rank_0 is not None and Path(path).is_relative_to(self._root_of_rank_0)
-        return Path(own) / Path(path).relative_to(str(self._root_of_rank_0)) if inside else path
+        return Path(self.lightning_module.trainer.default_root_dir) / Path(path).relative_to(root)
 
     @property
     def _keeps_checkpoints(self) -> bool:
