@@ -520,8 +520,8 @@ class HybridOPStrategy(ParallelStrategy):
             return
         check_process_count(self._given_plan, ranks=self.world_size)
         stages = len(self._given_plan.stages)
-        wanted = [stage.host for stage in self._given_plan.stages] * self._given_plan.replicas
-        ranks = ranks_on_hosts(wanted, self._hosts())
+        wanted = [stage.host for stage in self._given_plan.stages]
+        ranks = ranks_on_hosts(wanted, self._hosts(), replicas=self._given_plan.replicas)
         replicas = tuple(tuple(ranks[i : i + stages]) for i in range(0, len(ranks), stages))
         own = next(index for index, those in enumerate(replicas) if self.global_rank in those)
         self._replicas = Replicas(ranks=replicas, index=own)

@@ -20,7 +20,7 @@ from lightning_hybridop.commands.configuration import ConfigurationError, compos
 from lightning_hybridop.commands.failures import RunError, RunInterruptedError
 from lightning_hybridop.commands.fit import check_plan_overrides
 from lightning_hybridop.commands.parts import run_plan
-from lightning_hybridop.commands.planned import AUTO, configured_hosts
+from lightning_hybridop.commands.planned import configured_hosts
 from lightning_hybridop.pipeline.interface import interface_of
 from lightning_hybridop.planning.fields import check_whole
 from lightning_hybridop.planning.hosts import Host, Hosts
@@ -89,8 +89,10 @@ def host_commands(config: DictConfig, overrides: Sequence[str]) -> list[HostComm
     if not isinstance(config.start, bool):
         raise ConfigurationError(f"start: found {config.start!r}, expected true or false.")
     check_whole("restarts", config.restarts, 0, error=ConfigurationError)
-    counts = processes_on_hosts(hosts, run_plan(config), measured=config.plan == AUTO)
-    used = [host for host in hosts.hosts if counts[host.name]]
+    used = [host for host in hosts.hosts if processes_on_hosts(hosts, run_plan(config))[host.name]]
+    # As the run will plan, once these have come.
+    config.present = [host.name for host in used]
+    counts = processes_on_hosts(hosts, run_plan(config))
     if config.min_hosts is not None:
         check_whole("min_hosts", config.min_hosts, 1, len(used), error=ConfigurationError)
     port = hosts.port if config.port is None else config.port
@@ -127,13 +129,11 @@ def host_commands(config: DictConfig, overrides: Sequence[str]) -> list[HostComm
     return found
 
 
-def processes_on_hosts(hosts: Hosts, plan: Plan, *, measured: bool) -> Counter[str]:
+def processes_on_hosts(hosts: Hosts, plan: Plan) -> Counter[str]:
     """Return how many processes each host runs: one for each of the plan's stages there and replica.
 
     Raises ConfigurationError for a stage without a host, or on one that is not in the hosts file.
     """
-    if measured:
-        return Counter({host.name: len(host.devices) * plan.replicas for host in hosts.hosts})
     known = [host.name for host in hosts.hosts]
     for index, stage in enumerate(plan.stages):
         if stage.host not in known:

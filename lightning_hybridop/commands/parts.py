@@ -96,8 +96,18 @@ def _plan_options(config: DictConfig) -> dict[str, Any]:
     return options
 
 
+def _refuse_replicas(config: DictConfig) -> None:
+    """Refuse replicas of a pipeline that is planned for hosts: all would be on the same devices."""
+    if config.strategy.replicas != 1:
+        raise ConfigurationError(
+            f"strategy.replicas is {config.strategy.replicas}, but the hosts' devices are planned as one pipeline; leave it out, or "
+            "pass a plan with replicas and without hosts to torchrun on each host."
+        )
+
+
 def _even_on(hosts: Hosts, config: DictConfig) -> Plan:
     """Return an even plan of one stage per device of the hosts, forward-only ones first: processes measure the rest."""
+    _refuse_replicas(config)
     where = [(host.name, device.device) for host in hosts.hosts for device in host.devices]
     where.sort(key=lambda place: default_role(place[1]) != "zo")
     plan = even_plan(
@@ -124,8 +134,10 @@ def _arithmetic(cluster: DictConfig) -> dict[str, Any]:
 
 def _planned(config: DictConfig) -> Plan:
     """Return the planner's plan for a cluster of devices, with what is predicted of it if the cluster is emulated."""
+    hosts, strategy = configured_hosts(config), config.strategy
+    if hosts is not None:
+        _refuse_replicas(config)
     cluster, workload = configured_cluster(config), configured_workload(config)
-    strategy = config.strategy
     # A central difference runs every query twice.
     signs = 2 if strategy.difference == "central" else 1
     prediction = predict(
@@ -154,7 +166,6 @@ def _planned(config: DictConfig) -> Plan:
         **options,
         predicted=None,
     )
-    hosts = configured_hosts(config)
     if hosts is not None:
         plan = on_hosts(plan, hosts)
     elif config.present is not None:

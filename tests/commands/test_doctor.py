@@ -146,7 +146,7 @@ def test_together_ranks_compare_and_measure_and_rank_0_tells() -> None:
     assert "2 processes at 127.0.0.1:" in said
     assert "stage 0: zo, blocks 0-1" in said
     assert "stage 1: bp, blocks 2-3" in said
-    assert said.count("arrives as it was sent") == 2
+    assert said.count("arrive as they were sent (float32, bfloat16, float16, int8)") == 2
     links = said.partition("Links")[2].splitlines()
     (row,) = [line.split() for line in links if "(nano)" in line]
     assert row[:4] == ["0", "(nano)", "1", "(nx)"]

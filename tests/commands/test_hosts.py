@@ -1,5 +1,6 @@
 """`hybridop launch`: the command of each host, and starting them with an ssh that runs everything here."""
 
+import json
 import os
 import shlex
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,12 @@ from hypothesis import strategies as st
 
 from lightning_hybridop.cli import main
 from lightning_hybridop.commands import hosts
+from lightning_hybridop.commands.configuration import compose_runs
 from lightning_hybridop.commands.failures import RunError, RunInterruptedError
-from lightning_hybridop.commands.hosts import HostCommand, override_value, start
+from lightning_hybridop.commands.hosts import HostCommand, host_commands, override_value, start
+from lightning_hybridop.commands.parts import run_plan
 from lightning_hybridop.planning.hosts import Host, HostDevice
+from lightning_hybridop.planning.plan import Plan, even_plan, save_plan
 from tests.distributed.harness import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -115,8 +120,35 @@ def test_with_a_measured_plan_every_device_has_a_process(
     assert text.count("-m lightning_hybridop doctor recipe=quickstart plan=auto 'hosts=") == 2
 
 
-def test_every_replica_has_processes_of_its_own(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", f"hosts={file}", *OPTIONS, "strategy.replicas=2"]) == 0
+def test_processes_are_counted_by_the_plan_that_the_run_makes(tmp_path: Path) -> None:
+    slow = {"device": "cpu", "forward_tflops": {"float16": 0.02}, "backward_tflops": {"float16": 0.02}}
+    gpu = {"device": "cuda:0", "profile": "jetson-orin-nano-8gb"}
+    devices = {"nano": [gpu], "nx": [gpu, {**gpu, **slow}], "old": [{**gpu, **slow}]}
+    values = {"hosts": [{"name": name, "devices": own} for name, own in devices.items()]}
+    (tmp_path / "lan.yaml").write_text(json.dumps(values), encoding="utf-8")
+    overrides = [f"hosts={tmp_path / 'lan.yaml'}", *OPTIONS[:-1]]
+
+    commands = host_commands(compose_runs("launch", overrides)[0].config, overrides)
+
+    # The fastest plan has two stages, but what runs on nx is to use whatever is there.
+    assert {made.host.name: made.processes for made in commands} == {"nano": 1, "nx": 2}
+    run = compose_runs("fit", overrides)[0].config
+    assert len(run_plan(run).stages) == 2
+    run.present = ["nano", "nx", "nx"]
+    assert [stage.host for stage in run_plan(run).stages].count("nx") == 2
+    assert len(run_plan(run).stages) == 3
+
+
+def test_every_replica_has_processes_of_its_own(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = tuple(
+        replace(stage, host=host)
+        for stage, host in zip(even_plan(blocks=30, stages=3).stages, ("nx", "nano", "nx"), strict=True)
+    )
+    save_plan(Plan(blocks=30, stages=stages, replicas=2), tmp_path / "plan.yaml")
+
+    assert main(["launch", f"hosts={file}", f"plan={tmp_path / 'plan.yaml'}"]) == 0
 
     out = capsys.readouterr().out
     assert "# nano (127.0.0.2), 2 processes:" in out
@@ -134,6 +166,13 @@ def test_every_replica_has_processes_of_its_own(file: Path, capsys: pytest.Captu
         (
             ["hosts={file}", *OPTIONS, "min_hosts=3"],
             "min_hosts: found 3, expected a whole number of at most 2.",
+        ),
+        *(
+            (
+                ["hosts={file}", *OPTIONS, "strategy.replicas=2", *plan],
+                "strategy.replicas is 2, but the hosts' devices are planned as one pipeline; leave it out, or",
+            )
+            for plan in ([], ["plan=auto"])
         ),
         (["hosts={file}", *OPTIONS, "start=maybe"], "start: found 'maybe', expected true or false."),
         (
