@@ -103,6 +103,20 @@ class Hosts:
             ),
         )
 
+    def device_of(self, host: str, local_rank: int) -> str:
+        """Return the device of a host's process: processes of a host take its devices in their order.
+
+        Raises:
+            ClusterError: there is no host of that name, or no device for the process.
+        """
+        (found,) = self.only([host]).hosts
+        if local_rank >= len(found.devices):
+            raise ClusterError(
+                f"{host} has {len(found.devices)} device{'s' if len(found.devices) > 1 else ''} in the hosts file, but at least "
+                f"{local_rank + 1} processes run there; start one for each device."
+            )
+        return found.devices[local_rank].device
+
     @property
     def meeting_place(self) -> Host:
         """The host that the others come to first."""
