@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
@@ -21,7 +22,7 @@ from lightning_hybridop.commands.failures import RunError, RunInterruptedError
 from lightning_hybridop.commands.fit import check_plan_overrides
 from lightning_hybridop.commands.parts import run_plan
 from lightning_hybridop.commands.planned import configured_hosts
-from lightning_hybridop.pipeline.interface import interface_of
+from lightning_hybridop.pipeline.interface import host_name, leads_here
 from lightning_hybridop.planning.fields import check_whole
 from lightning_hybridop.planning.hosts import Host, Hosts
 from lightning_hybridop.planning.plan import Plan
@@ -49,8 +50,15 @@ class HostCommand:
     def text(self) -> str:
         """The whole line, for a shell."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        line = " ".join([*variables, shlex.join(self.arguments)])
-        return f"cd {shlex.quote(self.host.folder)} && {line}" if self.host.folder else line
+        program, *arguments = self.arguments
+        line = " ".join([*variables, _quoted_path(program), *map(shlex.quote, arguments)])
+        return f"cd {_quoted_path(self.host.folder)} && {line}" if self.host.folder else line
+
+
+def _quoted_path(path: str) -> str:
+    """Return a path as a shell takes it, which has its home folder in the place of a `~` without quotes."""
+    home, slash, rest = path.partition("/")
+    return f"~{slash}{shlex.quote(rest) if rest else ''}" if home == "~" else shlex.quote(path)
 
 
 def launch(overrides: Sequence[str]) -> None:
@@ -194,6 +202,7 @@ def start(commands: Sequence[HostCommand], *, needed: int) -> None:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
+                cwd=Path.home() if _is_this_host(command.host) else None,  # as ssh does
                 start_new_session=True,  # a Ctrl-C is for this process, which ends the others in order
             )
             processes.append(process)
@@ -233,7 +242,7 @@ def _started_as(command: HostCommand) -> list[str]:
 
 
 def _is_this_host(host: Host) -> bool:
-    return host.ssh is None and interface_of(host.reached_at) is not None
+    return host.ssh is None and (host.name == host_name() or leads_here(host.reached_at))
 
 
 def _repeat(stream: IO[bytes], prefix: str, lock: threading.Lock) -> None:

@@ -165,6 +165,11 @@ def _host(where: str, values: Any) -> Host:
             check_name(f"{where}.{name}", fields[name], error=ClusterError)
             if fields[name].startswith("-") or "\n" in fields[name]:
                 raise ClusterError(f"{where}.{name}: found {fields[name]!r}, expected a path.")
+            if fields[name].startswith("~") and fields[name].partition("/")[0] != "~":
+                raise ClusterError(
+                    f"{where}.{name}: found {fields[name]!r}, expected the whole path, or one below ~/, the home folder of whom ssh "
+                    "logs in as."
+                )
     entries = fields["devices"]
     if not isinstance(entries, (list, tuple)) or not entries:
         raise ClusterError(

@@ -193,6 +193,32 @@ def test_what_cannot_be_started_is_said_in_one_sentence(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "held"),
+    [
+        ([], None),
+        (["cluster.port=29600"], None),
+        (["cluster.efficiency=0.5"], "cluster.efficiency"),
+        (["strategy.queries=2"], "strategy.queries"),
+    ],
+)
+def test_hosts_do_not_contradict_a_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], held: str | None
+) -> None:
+    (stage,) = even_plan(blocks=30, stages=1).stages
+    save_plan(Plan(blocks=30, stages=(replace(stage, host="nano"),)), tmp_path / "plan.yaml")
+    named = ("cluster=lan", "cluster.hosts=[{name:nano,devices:[{device:cpu}]}]")
+
+    code = main(["launch", *named, f"plan={tmp_path / 'plan.yaml'}", *arguments])
+
+    said = capsys.readouterr()
+    assert (code, said.err) == (
+        (0, "")
+        if held is None
+        else (1, f"hybridop: {held} and plan= contradict each other; change it in the plan file instead.\n")
+    )
+
+
 def test_fit_alone_does_not_pretend_to_be_several_hosts(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -252,12 +278,39 @@ def test_what_hosts_say_stands_behind_their_names(tmp_path: Path, capsys: pytest
     ]
 
 
-def test_this_host_needs_no_ssh(capsys: pytest.CaptureFixture[str]) -> None:
-    host = Host(name="here", address="127.0.0.1", devices=(HostDevice(),))
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "no.such.name.invalid"])
+def test_this_host_needs_no_ssh(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str
+) -> None:
+    # Paths in the hosts file are relative to the home folder, here as with ssh.
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my runs").mkdir()
+    own_name = address.startswith("no.")
+    monkeypatch.setenv("HYBRIDOP_HOST", "here" if own_name else "there")
+    host = Host(name="here", address=address, folder="my runs", devices=(HostDevice(),))
 
-    start([HostCommand(host=host, processes=1, environment={}, arguments=("echo", "a b"))], needed=1)
+    start([HostCommand(host=host, processes=1, environment={}, arguments=("pwd",))], needed=1)
 
-    assert capsys.readouterr().out == "here | a b\n"
+    assert capsys.readouterr().out == f"here | {tmp_path / 'my runs'}\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "arrives"),
+    [("~", "{home}"), ("~/my runs", "{home}/my runs"), ("a ~/b", "a ~/b"), ("$HOME/x", "$HOME/x")],
+)
+def test_a_path_below_the_home_folder_is_found_by_the_shell(tmp_path: Path, path: str, arrives: str) -> None:
+    program = HostCommand(
+        host=Host(name="here", devices=(HostDevice(),), folder="~/"),
+        processes=1,
+        environment={"NAME": "here"},
+        arguments=(path, "~", "a b"),
+    )
+
+    text = program.text.replace("&& NAME=here ", "&& echo ")
+
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    said = subprocess.run(["bash", "-c", f"{text}; pwd"], env=environment, capture_output=True, text=True)
+    assert said.stdout.splitlines() == [f"{arrives.format(home=tmp_path)} ~ a b", str(tmp_path)]
 
 
 def children() -> list[psutil.Process]:
