@@ -36,27 +36,29 @@ def check_process_count(plan: Plan, *, ranks: int) -> None:
         )
 
 
-def ranks_on_hosts(wanted: Sequence[str | None], hosts: Sequence[str]) -> list[int]:
+def ranks_on_hosts(wanted: Sequence[str | None], hosts: Sequence[str], *, replicas: int = 1) -> list[int]:
     """Return the rank of each stage, given the host that each stage is for (None: any) and the host of each rank.
 
-    Stages of one host go to its ranks in order, those for any host to the ranks left.
+    Stages of one host go to its ranks in order, those for any host to the ranks left; all stages of one replica come
+    before those of the next.
 
     Raises:
         CutError: a host is missing or runs too few processes; names the hosts that came.
     """
     free = list(range(len(hosts)))
     ranks: list[int | None] = []
-    for host in wanted:
+    for host in [*wanted] * replicas:
         rank = None if host is None else next((rank for rank in free if hosts[rank] == host), None)
         if rank is not None:
             free.remove(rank)
         elif host is not None:
             stages = [str(stage) for stage, other in enumerate(wanted) if other == host]
+            each = " and replica" if replicas > 1 else ""
             came = ", ".join(f"{name} ({hosts.count(name)})" for name in dict.fromkeys(hosts))
             raise CutError(
                 f"{'Stage' if len(stages) == 1 else 'Stages'} {', '.join(stages)} of the plan {'is' if len(stages) == 1 else 'are'} "
                 f"for the host {host}, where {hosts.count(host) or 'no'} process{'' if hosts.count(host) == 1 else 'es'} of this "
-                f"run came up (hosts and their processes: {came}); start one there for each (HYBRIDOP_HOST says what a host is "
+                f"run came up (hosts and their processes: {came}); start one there for each{each} (HYBRIDOP_HOST says what a host is "
                 "called), or change `host` in the plan."
             )
         ranks.append(rank)
@@ -83,7 +85,8 @@ def place_evenly(
         ranks.sort(key=lambda rank: not forward_only[rank])
         zo_stages = sum(forward_only)
     plan = even_plan(blocks=anatomy.blocks, stages=len(devices), zo_stages=zo_stages, **options)
-    named = hosts_to_name(hosts)
+    # A plan has one host for a stage, whose replicas may be on several.
+    named = hosts_to_name(hosts) if plan.replicas == 1 else [None] * len(devices)
     stages = [
         replace(stage, device=devices[rank], host=named[rank])
         for stage, rank in zip(plan.stages, ranks, strict=True)

@@ -200,6 +200,7 @@ class HybridOPStrategy(ParallelStrategy):
         heartbeat: seconds without a sign of life after which a process counts as lost and the run ends.
         interface: the network interface that connects this host with the others; default: the one on the route to them.
         blocks: name of the model's list of transformer blocks, if it is not its longest `nn.ModuleList`.
+        device: what this process computes on, where no plan says so; default: by the Trainer's accelerator.
         mini_batch: rows, and tokens of each, that `plan="auto"` plans for.
         emulation: times that the stages of a given plan keep to, in the place of other devices.
         data: `"same"` lets every process read the data and checks that all read the same; with `"broadcast"` rank 0
@@ -238,6 +239,7 @@ class HybridOPStrategy(ParallelStrategy):
         heartbeat: float = 15.0,
         interface: str | None = None,
         blocks: str | None = None,
+        device: str | None = None,
         mini_batch: tuple[int, int] = (8, 128),
         emulation: Emulation | None = None,
         data: Literal["same", "broadcast"] = "same",
@@ -312,6 +314,7 @@ class HybridOPStrategy(ParallelStrategy):
         self._heartbeat = heartbeat
         self._interface = interface
         self._blocks = blocks
+        self._device = device
         self._emulation = emulation
         self._data = data
         self._checkpoint_copies = checkpoint_copies
@@ -375,8 +378,10 @@ class HybridOPStrategy(ParallelStrategy):
     @property
     def compute_device(self) -> torch.device:
         """The device that this rank's stage computes on."""
+        name = self._device
         if self._given_plan is not None:
             name = self._given_plan.stages[self.stage_index].device
+        if name is not None:
             if name.startswith("npu"):
                 load_npu()  # torch does not know the device type before
             return torch.device(name)
@@ -523,8 +528,8 @@ class HybridOPStrategy(ParallelStrategy):
             return
         check_process_count(self._given_plan, ranks=self.world_size)
         stages = len(self._given_plan.stages)
-        wanted = [stage.host for stage in self._given_plan.stages] * self._given_plan.replicas
-        ranks = ranks_on_hosts(wanted, self._hosts())
+        wanted = [stage.host for stage in self._given_plan.stages]
+        ranks = ranks_on_hosts(wanted, self._hosts(), replicas=self._given_plan.replicas)
         replicas = tuple(tuple(ranks[i : i + stages]) for i in range(0, len(ranks), stages))
         own = next(index for index, those in enumerate(replicas) if self.global_rank in those)
         self._replicas = Replicas(ranks=replicas, index=own)

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from lightning_hybridop.callbacks import AdapterCheckpoint, ComuTi, Energy, PeakMemory, Recovery
-from lightning_hybridop.commands.parts import factory, run_module, run_plan, run_strategy
+from lightning_hybridop.commands.parts import factory, run_module, run_plan, run_strategy, trainer_options
 from lightning_hybridop.commands.resuming import AUTO, METRICS, join_metrics, set_metrics_aside
 from lightning_hybridop.planning.plan import save_plan
 from lightning_hybridop.reporting import Change, lost_time_table, run_summary
@@ -53,6 +53,7 @@ def fit(config: DictConfig, folder: Path) -> None:
     recovery = Recovery(folder, planning=planned)
     chosen = [factory(callback)() for callback in config.callbacks.values() if callback is not None]
     trainer = factory(config.trainer)(
+        **trainer_options(config, plan),
         strategy=strategy,
         callbacks=[comu_ti, memory, recovery, TQDMProgressBar(), *chosen],
         logger=CSVLogger(folder, name="", version=""),

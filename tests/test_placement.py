@@ -39,6 +39,14 @@ def test_a_number_of_zo_stages_keeps_the_order_of_ranks() -> None:
     assert [stage.role for stage in plan.stages] == ["zo", "bp", "bp"]
 
 
+def test_a_plan_of_replicas_names_no_hosts_of_one_of_them() -> None:
+    plan, _ = place_evenly(
+        ANATOMY, devices=["cpu"] * 2, hosts=["nx", "nano"], zo_stages=0, options={"replicas": 2}
+    )
+
+    assert [stage.host for stage in plan.stages] == [None, None]
+
+
 def test_a_plan_must_be_for_this_model_and_these_processes() -> None:
     check_given_plan(even_plan(blocks=6, stages=2), ANATOMY, ranks=2)
     with pytest.raises(CutError, match="block 5 is in no stage"):
@@ -74,6 +82,15 @@ def test_a_host_that_is_missing_or_too_small_is_named_with_those_that_came() -> 
         ranks_on_hosts(["atlas", None, "atlas"], ["nx", "nx", "nano"])
     with pytest.raises(CutError, match=r"^Stages 0, 1 of the plan are for the host nano, where 1 process of"):
         ranks_on_hosts(["nano", "nano"], ["nx", "nano"])
+    with pytest.raises(
+        CutError,
+        match=r"^Stage 1 of the plan is for the host nano, where 1 process of .* start one there for each and replica \(",
+    ):
+        ranks_on_hosts(["nx", "nano"], ["nx", "nano", "nx"], replicas=2)
+
+
+def test_each_replica_has_its_own_ranks_on_the_hosts_of_the_plan() -> None:
+    assert ranks_on_hosts(["nx", "nano"], ["nano", "nx", "nano", "nx"], replicas=2) == [1, 0, 3, 2]
 
 
 def test_replicas_need_as_many_times_the_processes() -> None:

@@ -18,7 +18,7 @@ from lightning_hybridop.commands import launch
 from lightning_hybridop.commands.configuration import compose_runs
 from lightning_hybridop.commands.failures import sentence
 from lightning_hybridop.commands.parts import factory, run_plan
-from lightning_hybridop.commands.planned import AUTO, configured_hosts
+from lightning_hybridop.commands.planned import configured_hosts
 from lightning_hybridop.configurations import is_path
 from lightning_hybridop.devices.host import available_memory, device_name, named_device
 from lightning_hybridop.modules.language_models import load_configuration
@@ -27,6 +27,7 @@ from lightning_hybridop.pipeline.agreement import check_facts, versions
 from lightning_hybridop.pipeline.exchange import gather_json
 from lightning_hybridop.pipeline.interface import GLOO_INTERFACE, host_name, lan_address, route_to
 from lightning_hybridop.pipeline.links import measure_links
+from lightning_hybridop.pipeline.wire import decode, encode, encoded_bytes
 from lightning_hybridop.placement import check_process_count, ranks_on_hosts
 from lightning_hybridop.planning.plan import MIB, Plan, Stage
 from lightning_hybridop.reporting.findings import Finding, findings_table, links_table
@@ -39,8 +40,9 @@ PROBE = 64
 """Rows and columns of what is computed and sent as a trial."""
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
+WIRE_FORMATS = ("float32", "bfloat16", "float16", "int8")
 EXECUTOR_PACKAGES = {"torch": (), "openvino": ("openvino", "onnx"), "onnxruntime": ("onnxruntime", "onnx")}
-MAY_DIFFER = ("folder", "port", "hosts", "debug")
+MAY_DIFFER = {"folder", "port", "hosts", "debug", "strategy.interface"}
 
 
 class DoctorError(RuntimeError):
@@ -87,19 +89,23 @@ def doctor(overrides: Sequence[str]) -> None:
     notes = _Notes(rank)
     plans: list[Plan] = []
     notes.add("versions", ", ".join(f"{name} {version}" for name, version in versions().items()))
+    met = together and notes.attempt(
+        "meeting", lambda: _meet(config, rank, size), "see that all hosts were started"
+    )
+    if met and "HYBRIDOP_HOST" in os.environ:
+        # As a run plans: for those that have come.
+        config.present = gather_json(host_name())
     notes.attempt("plan", lambda: _plan(config, plans))
     notes.attempt("data", lambda: _data(config), "pass other data")
     notes.attempt("model", lambda: _model(config), "pass another model")
     plan = plans[0] if plans else None
     rows: list[tuple[str, str, float, float]] = []
     if together:
-        met = notes.attempt("meeting", lambda: _meet(rank, size), "see that all hosts were started")
-        stage = None
+        _try_stage(notes, _stage(notes, config, plan) if met else None)
         if met:
-            stage = _stage(notes, config, plan)
-        _try_stage(notes, stage)
-        if met:
-            notes.attempt("bfloat16 over Gloo", _send_bfloat16, "look at the interface and the firewall")
+            notes.attempt(
+                "hidden states over Gloo", _send_hidden_states, "look at the interface and the firewall"
+            )
             rows = _links()
             notes.findings = [Finding(**values) for told in gather_json(_plain(notes)) for values in told]
             world.leave()
@@ -146,8 +152,14 @@ def _model(config: DictConfig) -> str:
     return f"{config.model.name} found: {found.model_type}"
 
 
-def _meet(rank: int, size: int) -> str:
-    world.enter(rank=rank, size=size, timeout=timedelta(seconds=SECONDS_TO_MEET))
+def _meet(config: DictConfig, rank: int, size: int) -> str:
+    world.enter(
+        rank=rank,
+        size=size,
+        timeout=timedelta(seconds=SECONDS_TO_MEET),
+        patience=config.strategy.heartbeat,
+        interface=config.strategy.interface,
+    )
     interface = os.environ.get(GLOO_INTERFACE, "")
     address = lan_address(interface.partition(",")[0])
     return (
@@ -162,7 +174,9 @@ def _stage(notes: _Notes, config: DictConfig, plan: Plan | None) -> Stage | None
     def compare() -> None:
         values = OmegaConf.to_container(config)
         assert isinstance(values, dict)
-        facts = {name: text for name, text in _flat(values) if name.partition(".")[0] not in MAY_DIFFER}
+        facts = {
+            name: text for name, text in _flat(values) if not {name, name.partition(".")[0]} & MAY_DIFFER
+        }
         check_facts(facts, "configuration")
 
     same = notes.attempt("configuration", compare)
@@ -174,8 +188,8 @@ def _stage(notes: _Notes, config: DictConfig, plan: Plan | None) -> Stage | None
     def place() -> str:
         assert plan is not None
         check_process_count(plan, ranks=len(hosts))
-        wanted = [None if config.plan == AUTO else stage.host for stage in plan.stages * plan.replicas]
-        index = ranks_on_hosts(wanted, hosts).index(dist.get_rank()) % len(plan.stages)
+        wanted = [stage.host for stage in plan.stages]
+        index = ranks_on_hosts(wanted, hosts, replicas=plan.replicas).index(dist.get_rank()) % len(wanted)
         found.append(plan.stages[index])
         return f"stage {index}: {found[0].role}, blocks {found[0].block_range}"
 
@@ -256,23 +270,32 @@ def _compare(found: torch.Tensor, expected: torch.Tensor, dtype: str) -> None:
         )
 
 
-def _send_bfloat16() -> str | None:
-    """Send each rank's neighbour bfloat16 values the way hidden states travel: as integers of two bytes."""
+def _send_hidden_states() -> str | None:
+    """Send each rank's neighbour what a stage sends the next one, in each format that hidden states travel in."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if size == 1:
         return None
-    values = torch.arange(PROBE, dtype=torch.float32).bfloat16() + rank
-    received = torch.empty(PROBE, dtype=torch.int16)
-    sending = dist.isend(values.view(torch.int16), (rank + 1) % size)
-    dist.recv(received, (rank - 1) % size)
-    assert sending is not None
-    sending.wait()
-    expected = torch.arange(PROBE, dtype=torch.float32).bfloat16() + (rank - 1) % size
-    if not torch.equal(received.view(torch.bfloat16), expected):
-        raise DoctorError(
-            "Other values arrived than were sent; look at the interface, its driver and its cable."
-        )
-    return "arrives as it was sent"
+    for name in WIRE_FORMATS:
+        form = getattr(torch, name)
+        received = torch.empty(encoded_bytes((PROBE, PROBE), form), dtype=torch.uint8)
+        sending = dist.isend(encode(_hidden_states_of(rank), form), (rank + 1) % size)
+        dist.recv(received, (rank - 1) % size)
+        assert sending is not None
+        sending.wait()
+        # Rows of whole numbers, which every format has exactly.
+        found = decode(received, (PROBE, PROBE), form).float()
+        if not torch.equal(found, _hidden_states_of((rank - 1) % size)):
+            raise DoctorError(
+                f"Other values arrived in {name} than were sent; look at the interface, its driver and its cable."
+            )
+    return f"arrive as they were sent ({', '.join(WIRE_FORMATS)})"
+
+
+def _hidden_states_of(rank: int) -> torch.Tensor:
+    values = torch.arange(PROBE * PROBE, dtype=torch.float32).reshape(PROBE, PROBE)
+    values = (values + rank) % 127 + 1
+    values[:, 0] = 127  # so that the steps of int8 are whole numbers
+    return values
 
 
 def _links() -> list[tuple[str, str, float, float]]:

@@ -112,6 +112,9 @@ def check_plan_overrides(overrides: Sequence[str]) -> None:
     keys = {override.partition("=")[0].lstrip("+") for override in overrides}
     if "plan" not in keys or "plan=auto" in overrides:
         return
+    # Hosts are where the plan's stages run; the rest of a cluster is what a plan is made for.
+    if "cluster.hosts" in keys:
+        keys -= {"cluster", *(f"cluster.{name}" for name in ("hosts", "master", "port", "name"))}
     held = sorted(
         key
         for key in keys

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
@@ -20,11 +21,14 @@ from lightning_hybridop.commands.configuration import ConfigurationError, compos
 from lightning_hybridop.commands.failures import RunError, RunInterruptedError
 from lightning_hybridop.commands.fit import check_plan_overrides
 from lightning_hybridop.commands.parts import run_plan
-from lightning_hybridop.commands.planned import AUTO, configured_hosts
-from lightning_hybridop.pipeline.interface import interface_of
+from lightning_hybridop.commands.planned import configured_hosts
+from lightning_hybridop.pipeline.interface import host_name, leads_here
 from lightning_hybridop.planning.fields import check_whole
 from lightning_hybridop.planning.hosts import Host, Hosts
 from lightning_hybridop.planning.plan import Plan
+
+RESTARTS_WITHOUT_HOST = 3
+"""How often a run that may go on with fewer hosts is started again, unless more was asked for."""
 
 OWN = ("command", "start", "min_hosts", "hosts")
 """Options of `hybridop launch` that it does not hand on as they are."""
@@ -49,8 +53,15 @@ class HostCommand:
     def text(self) -> str:
         """The whole line, for a shell."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        line = " ".join([*variables, shlex.join(self.arguments)])
-        return f"cd {shlex.quote(self.host.folder)} && {line}" if self.host.folder else line
+        program, *arguments = self.arguments
+        line = " ".join([*variables, _quoted_path(program), *map(shlex.quote, arguments)])
+        return f"cd {_quoted_path(self.host.folder)} && {line}" if self.host.folder else line
+
+
+def _quoted_path(path: str) -> str:
+    """Return a path as a shell takes it, which has its home folder in the place of a `~` without quotes."""
+    home, slash, rest = path.partition("/")
+    return f"~{slash}{shlex.quote(rest) if rest else ''}" if home == "~" else shlex.quote(path)
 
 
 def launch(overrides: Sequence[str]) -> None:
@@ -89,17 +100,24 @@ def host_commands(config: DictConfig, overrides: Sequence[str]) -> list[HostComm
     if not isinstance(config.start, bool):
         raise ConfigurationError(f"start: found {config.start!r}, expected true or false.")
     check_whole("restarts", config.restarts, 0, error=ConfigurationError)
-    counts = processes_on_hosts(hosts, run_plan(config), measured=config.plan == AUTO)
-    used = [host for host in hosts.hosts if counts[host.name]]
+    used = [host for host in hosts.hosts if processes_on_hosts(hosts, run_plan(config))[host.name]]
+    # As the run will plan, once these have come.
+    config.present = [host.name for host in used]
+    counts = processes_on_hosts(hosts, run_plan(config))
     if config.min_hosts is not None:
         check_whole("min_hosts", config.min_hosts, 1, len(used), error=ConfigurationError)
+    # Whoever is left when a host is lost fails once with it.
+    restarts = (config.restarts or RESTARTS_WITHOUT_HOST) if config.min_hosts is not None else config.restarts
     port = hosts.port if config.port is None else config.port
     nodes = f"{config.min_hosts}:{len(used)}" if config.min_hosts is not None else str(len(used))
     handed_on = _handed_on(config, overrides)
     found = []
     for host in used:
         meets_here = host.name == hosts.meeting_place.name
-        environment = {"HYBRIDOP_HOST": host.name}
+        environment = {"HYBRIDOP_HOST": host.name, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        if config.min_hosts is not None:
+            # torchrun would else go on looking for the processes' store on the host that was the first one.
+            environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         if host.interface is not None:
             environment["GLOO_SOCKET_IFNAME"] = host.interface
         arguments = (
@@ -112,8 +130,9 @@ def host_commands(config: DictConfig, overrides: Sequence[str]) -> list[HostComm
             *("--rdzv-conf", f"is_host={int(meets_here)}"),
             *("--rdzv-id", f"hybridop-{config.name}"),
             *("--local-addr", host.reached_at),
-            *("--max-restarts", str(config.restarts)),
+            *("--max-restarts", str(restarts)),
             *("-m", "lightning_hybridop", config.command),
+            *(_going_on(config, overrides) if restarts > 0 and config.command == "fit" else ()),
             *handed_on,
         )
         found.append(
@@ -127,13 +146,11 @@ def host_commands(config: DictConfig, overrides: Sequence[str]) -> list[HostComm
     return found
 
 
-def processes_on_hosts(hosts: Hosts, plan: Plan, *, measured: bool) -> Counter[str]:
+def processes_on_hosts(hosts: Hosts, plan: Plan) -> Counter[str]:
     """Return how many processes each host runs: one for each of the plan's stages there and replica.
 
     Raises ConfigurationError for a stage without a host, or on one that is not in the hosts file.
     """
-    if measured:
-        return Counter({host.name: len(host.devices) * plan.replicas for host in hosts.hosts})
     known = [host.name for host in hosts.hosts]
     for index, stage in enumerate(plan.stages):
         if stage.host not in known:
@@ -149,6 +166,13 @@ def _handed_on(config: DictConfig, overrides: Sequence[str]) -> list[str]:
     if config.get("hosts") is None:
         return kept
     return [*kept, f"hosts={override_value(OmegaConf.to_container(config.cluster))}"]
+
+
+def _going_on(config: DictConfig, overrides: Sequence[str]) -> list[str]:
+    """Return the overrides by which a run goes on from its latest checkpoint, whichever host is left, where none says otherwise."""
+    given = {override.partition("=")[0].lstrip("+") for override in overrides}
+    chosen = {"resume": "auto", "strategy.checkpoint_copies": "true"}
+    return [f"{name}={value}" for name, value in chosen.items() if name not in given]
 
 
 def override_value(value: Any) -> str:
@@ -194,6 +218,7 @@ def start(commands: Sequence[HostCommand], *, needed: int) -> None:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
+                cwd=Path.home() if _is_this_host(command.host) else None,  # as ssh does
                 start_new_session=True,  # a Ctrl-C is for this process, which ends the others in order
             )
             processes.append(process)
@@ -233,7 +258,7 @@ def _started_as(command: HostCommand) -> list[str]:
 
 
 def _is_this_host(host: Host) -> bool:
-    return host.ssh is None and interface_of(host.reached_at) is not None
+    return host.ssh is None and (host.name == host_name() or leads_here(host.reached_at))
 
 
 def _repeat(stream: IO[bytes], prefix: str, lock: threading.Lock) -> None:

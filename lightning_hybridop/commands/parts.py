@@ -1,6 +1,7 @@
 """From a configuration to the plan of its run and the objects that carry it out."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -9,7 +10,7 @@ from hydra.utils import instantiate
 from lightning import LightningModule
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_hybridop.accelerators import default_role
+from lightning_hybridop.accelerators import HybridOPAccelerator, default_role
 from lightning_hybridop.commands.configuration import ConfigurationError
 from lightning_hybridop.commands.planned import (
     AUTO,
@@ -23,6 +24,7 @@ from lightning_hybridop.commands.planned import (
 from lightning_hybridop.modules.language_models import load_configuration
 from lightning_hybridop.pipeline.batches import token_shape
 from lightning_hybridop.pipeline.emulation import Emulation
+from lightning_hybridop.pipeline.interface import host_name
 from lightning_hybridop.planning.costs import layout_times
 from lightning_hybridop.planning.fields import check_whole
 from lightning_hybridop.planning.hosts import Hosts, on_hosts
@@ -96,8 +98,18 @@ def _plan_options(config: DictConfig) -> dict[str, Any]:
     return options
 
 
+def _refuse_replicas(config: DictConfig) -> None:
+    """Refuse replicas of a pipeline that is planned for hosts: all would be on the same devices."""
+    if config.strategy.replicas != 1:
+        raise ConfigurationError(
+            f"strategy.replicas is {config.strategy.replicas}, but the hosts' devices are planned as one pipeline; leave it out, or "
+            "pass a plan with replicas and without hosts to torchrun on each host."
+        )
+
+
 def _even_on(hosts: Hosts, config: DictConfig) -> Plan:
     """Return an even plan of one stage per device of the hosts, forward-only ones first: processes measure the rest."""
+    _refuse_replicas(config)
     where = [(host.name, device.device) for host in hosts.hosts for device in host.devices]
     where.sort(key=lambda place: default_role(place[1]) != "zo")
     plan = even_plan(
@@ -124,8 +136,10 @@ def _arithmetic(cluster: DictConfig) -> dict[str, Any]:
 
 def _planned(config: DictConfig) -> Plan:
     """Return the planner's plan for a cluster of devices, with what is predicted of it if the cluster is emulated."""
+    hosts, strategy = configured_hosts(config), config.strategy
+    if hosts is not None:
+        _refuse_replicas(config)
     cluster, workload = configured_cluster(config), configured_workload(config)
-    strategy = config.strategy
     # A central difference runs every query twice.
     signs = 2 if strategy.difference == "central" else 1
     prediction = predict(
@@ -154,7 +168,6 @@ def _planned(config: DictConfig) -> Plan:
         **options,
         predicted=None,
     )
-    hosts = configured_hosts(config)
     if hosts is not None:
         plan = on_hosts(plan, hosts)
     elif config.present is not None:
@@ -194,10 +207,12 @@ def run_emulation(config: DictConfig, plan: Plan) -> Emulation | None:
 
 def run_strategy(config: DictConfig, plan: Plan) -> HybridOPStrategy:
     """Return the strategy of a run."""
-    if config.plan == AUTO and configured_hosts(config) is not None:
+    hosts = configured_hosts(config)
+    if config.plan == AUTO and hosts is not None:
         made = factory(config.strategy)(
             plan=AUTO,
             stages=len(plan.stages),
+            device=_own_device(hosts),
             mini_batch=(config.data.batch_size, row_length(config)),
         )
     elif config.plan == AUTO and "devices" not in config.cluster and len(plan.stages) > 1:
@@ -222,6 +237,19 @@ def run_strategy(config: DictConfig, plan: Plan) -> HybridOPStrategy:
             plan=plan, emulation=run_emulation(config, plan)
         )
     return cast(HybridOPStrategy, made)
+
+
+def _own_device(hosts: Hosts) -> str | None:
+    """Return the device that a hosts file has for this process; None before the processes are started."""
+    if "RANK" not in os.environ:
+        return None
+    return hosts.device_of(host_name(), int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def trainer_options(config: DictConfig, plan: Plan) -> dict[str, Any]:
+    """Return what hosts change in the options of the Trainer: where they name devices, its accelerator is for any."""
+    named = configured_hosts(config) is not None or any(stage.host is not None for stage in plan.stages)
+    return {"accelerator": HybridOPAccelerator.name()} if named else {}
 
 
 def run_module(config: DictConfig, plan: Plan) -> LightningModule:

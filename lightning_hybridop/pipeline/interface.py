@@ -69,6 +69,16 @@ def interface_of(address: str) -> str | None:
     return None
 
 
+def leads_here(address: str) -> bool:
+    """Tell whether an address, a name or number, is one of this host's own."""
+    try:
+        found = socket.getaddrinfo(address, ANY_PORT, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    numbers = [str(target[0]) for *_, target in found]
+    return any(is_loopback(number) or interface_of(number) is not None for number in numbers)
+
+
 def lan_address(interface: str) -> str | None:
     """Return the address of an interface, IPv4 where it has one; None without any."""
     held = psutil.net_if_addrs().get(interface, [])

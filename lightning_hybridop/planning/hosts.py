@@ -103,6 +103,20 @@ class Hosts:
             ),
         )
 
+    def device_of(self, host: str, local_rank: int) -> str:
+        """Return the device of a host's process: processes of a host take its devices in their order.
+
+        Raises:
+            ClusterError: there is no host of that name, or no device for the process.
+        """
+        (found,) = self.only([host]).hosts
+        if local_rank >= len(found.devices):
+            raise ClusterError(
+                f"{host} has {len(found.devices)} device{'s' if len(found.devices) > 1 else ''} in the hosts file, but at least "
+                f"{local_rank + 1} processes run there; start one for each device."
+            )
+        return found.devices[local_rank].device
+
     @property
     def meeting_place(self) -> Host:
         """The host that the others come to first."""
@@ -151,6 +165,11 @@ def _host(where: str, values: Any) -> Host:
             check_name(f"{where}.{name}", fields[name], error=ClusterError)
             if fields[name].startswith("-") or "\n" in fields[name]:
                 raise ClusterError(f"{where}.{name}: found {fields[name]!r}, expected a path.")
+            if fields[name].startswith("~") and fields[name].partition("/")[0] != "~":
+                raise ClusterError(
+                    f"{where}.{name}: found {fields[name]!r}, expected the whole path, or one below ~/, the home folder of whom ssh "
+                    "logs in as."
+                )
     entries = fields["devices"]
     if not isinstance(entries, (list, tuple)) or not entries:
         raise ClusterError(

@@ -4,6 +4,7 @@ import io
 import os
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ import yaml
 
 from lightning_hybridop.cli import main
 from lightning_hybridop.commands import doctor
+from lightning_hybridop.commands.configuration import compose_runs
 from lightning_hybridop.commands.doctor import DoctorError
+from lightning_hybridop.commands.hosts import override_value
 from lightning_hybridop.planning.plan import Stage
 from lightning_hybridop.reporting.findings import Finding, findings_table
 from tests.distributed.harness import run_ranks
@@ -111,6 +114,18 @@ def test_a_remedy_is_marked() -> None:
     assert columns[5] == ["", "buy one"]
 
 
+CPU = {"device": "cpu", "profile": "jetson-orin-nano-8gb"}
+SLOW = {"forward_tflops": {"float16": 0.02}, "backward_tflops": {"float16": 0.02}}
+WORKLOAD = ("workload.dtype=float16", "workload.architecture.blocks=4")
+
+
+def on_hosts(*devices: dict[str, Any]) -> str:
+    hosts = [
+        {"name": name, "devices": [device]} for name, device in zip(("nano", "nx"), devices, strict=True)
+    ]
+    return f"hosts={override_value({'hosts': hosts})}"
+
+
 def _together() -> list[tuple[int | str, str]]:
     rank = int(os.environ["RANK"])
     os.environ["HYBRIDOP_HOST"] = ("nano", "nx")[rank]
@@ -120,6 +135,8 @@ def _together() -> list[tuple[int | str, str]]:
         ("cluster=local_1zo_1bp",),
         ("cluster=local_1zo_1bp", f"strategy.queries={rank + 1}"),
         ("cluster=local_4bp",),
+        (on_hosts({"device": "cpu"}, {"device": "npu:0"}), "plan=auto"),
+        (on_hosts(CPU, {**CPU, **SLOW}), "workload=smollm2_135m", *WORKLOAD),
     ):
         said = io.StringIO()
         with redirect_stdout(said):
@@ -138,15 +155,15 @@ def _together() -> list[tuple[int | str, str]]:
 def test_together_ranks_compare_and_measure_and_rank_0_tells() -> None:
     first, second = run_ranks(_together, 2)
 
-    assert [said for _, said in second] == [""] * 3
-    assert [code for code, _ in second] == [0, 1, 1]
+    assert [said for _, said in second] == [""] * 5
+    assert [code for code, _ in second] == [0, 1, 1, 1, 0]
     code, said = first[0]
     assert code == 0, said
     assert "A run would start." in said
     assert "2 processes at 127.0.0.1:" in said
     assert "stage 0: zo, blocks 0-1" in said
     assert "stage 1: bp, blocks 2-3" in said
-    assert said.count("arrives as it was sent") == 2
+    assert said.count("arrive as they were sent (float32, bfloat16, float16, int8)") == 2
     links = said.partition("Links")[2].splitlines()
     (row,) = [line.split() for line in links if "(nano)" in line]
     assert row[:4] == ["0", "(nano)", "1", "(nx)"]
@@ -162,3 +179,27 @@ def test_together_ranks_compare_and_measure_and_rank_0_tells() -> None:
     assert str(code).startswith("A run would not start: 2 of ")
     assert "The plan has 4 stages, but 2 processes run" in said
     assert "start one process per stage." in said
+
+    # The zo stage, which comes first, is on the second host.
+    code, said = first[3]
+    assert str(code).startswith("A run would not start: 1 of ")
+    (row,) = [line.split() for line in said.splitlines() if "there is no npu:0" in line]
+    assert row[:4] == ["1", "nx", "no", "device"]
+
+    # The fastest plan leaves the second host out, but it has come.
+    code, said = first[4]
+    assert code == 0, said
+    assert "2 stages: bp " in said
+
+
+def test_the_meeting_is_that_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: dict[str, Any] = {}
+    monkeypatch.setattr(doctor.world, "enter", lambda **arguments: entered.update(arguments))
+    monkeypatch.setenv("MASTER_ADDR", "nano")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    options = ("strategy.interface=eth1", "strategy.heartbeat=30")
+
+    doctor._meet(compose_runs("doctor", options)[0].config, 1, 2)
+
+    assert (entered["rank"], entered["size"]) == (1, 2)
+    assert (entered["interface"], entered["patience"]) == ("eth1", 30)

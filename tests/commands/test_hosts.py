@@ -1,5 +1,6 @@
 """`hybridop launch`: the command of each host, and starting them with an ssh that runs everything here."""
 
+import json
 import os
 import shlex
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,12 @@ from hypothesis import strategies as st
 
 from lightning_hybridop.cli import main
 from lightning_hybridop.commands import hosts
+from lightning_hybridop.commands.configuration import compose_runs
 from lightning_hybridop.commands.failures import RunError, RunInterruptedError
-from lightning_hybridop.commands.hosts import HostCommand, override_value, start
+from lightning_hybridop.commands.hosts import HostCommand, host_commands, override_value, start
+from lightning_hybridop.commands.parts import run_plan
 from lightning_hybridop.planning.hosts import Host, HostDevice
+from lightning_hybridop.planning.plan import Plan, even_plan, save_plan
 from tests.distributed.harness import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -85,8 +90,14 @@ def test_each_host_is_told_what_to_start(file: Path, capsys: pytest.CaptureFixtu
         "# Rank 0, which writes the run's folder, is on nano.",
     ]
     commands = [shlex.split(line) for line in lines if line and not line.startswith("#")]
-    assert commands[0][:3] == ["HYBRIDOP_HOST=nano", "GLOO_SOCKET_IFNAME=lo", "python"]
-    assert commands[1][:5] == ["cd", "my runs", "&&", "HYBRIDOP_HOST=nx", "python"]
+    # torchrun must not look for the store of the processes on a host that may be lost.
+    own_store = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    assert commands[0][:5] == [
+        *("HYBRIDOP_HOST=nano", "TORCH_CPP_LOG_LEVEL=ERROR", own_store, "GLOO_SOCKET_IFNAME=lo", "python")
+    ]
+    assert commands[1][:7] == [
+        *("cd", "my runs", "&&", "HYBRIDOP_HOST=nx", "TORCH_CPP_LOG_LEVEL=ERROR", own_store, "python")
+    ]
     for command, processes, is_host, address in (
         (commands[0], "1", "1", "127.0.0.2"),
         (commands[1], "2", "0", "127.0.0.3"),
@@ -99,7 +110,8 @@ def test_each_host_is_told_what_to_start(file: Path, capsys: pytest.CaptureFixtu
             *("--rdzv-conf", f"is_host={is_host}", "--rdzv-id", "hybridop-quickstart"),
             *("--local-addr", address, "--max-restarts", "2", "-m", "lightning_hybridop", "fit"),
         ]
-        assert command[end + 2 : -1] == [*OPTIONS, "restarts=2"]
+        goes_on = ["resume=auto", "strategy.checkpoint_copies=true"]
+        assert command[end + 2 : -1] == [*goes_on, *OPTIONS, "restarts=2"]
         # The file itself need not be on the other hosts.
         parsed = OverridesParser.create().parse_override(command[-1])
         assert (parsed.key_or_group, unquoted(parsed.value())) == ("hosts", FILE)
@@ -115,8 +127,35 @@ def test_with_a_measured_plan_every_device_has_a_process(
     assert text.count("-m lightning_hybridop doctor recipe=quickstart plan=auto 'hosts=") == 2
 
 
-def test_every_replica_has_processes_of_its_own(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", f"hosts={file}", *OPTIONS, "strategy.replicas=2"]) == 0
+def test_processes_are_counted_by_the_plan_that_the_run_makes(tmp_path: Path) -> None:
+    slow = {"device": "cpu", "forward_tflops": {"float16": 0.02}, "backward_tflops": {"float16": 0.02}}
+    gpu = {"device": "cuda:0", "profile": "jetson-orin-nano-8gb"}
+    devices = {"nano": [gpu], "nx": [gpu, {**gpu, **slow}], "old": [{**gpu, **slow}]}
+    values = {"hosts": [{"name": name, "devices": own} for name, own in devices.items()]}
+    (tmp_path / "lan.yaml").write_text(json.dumps(values), encoding="utf-8")
+    overrides = [f"hosts={tmp_path / 'lan.yaml'}", *OPTIONS[:-1]]
+
+    commands = host_commands(compose_runs("launch", overrides)[0].config, overrides)
+
+    # The fastest plan has two stages, but what runs on nx is to use whatever is there.
+    assert {made.host.name: made.processes for made in commands} == {"nano": 1, "nx": 2}
+    run = compose_runs("fit", overrides)[0].config
+    assert len(run_plan(run).stages) == 2
+    run.present = ["nano", "nx", "nx"]
+    assert [stage.host for stage in run_plan(run).stages].count("nx") == 2
+    assert len(run_plan(run).stages) == 3
+
+
+def test_every_replica_has_processes_of_its_own(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = tuple(
+        replace(stage, host=host)
+        for stage, host in zip(even_plan(blocks=30, stages=3).stages, ("nx", "nano", "nx"), strict=True)
+    )
+    save_plan(Plan(blocks=30, stages=stages, replicas=2), tmp_path / "plan.yaml")
+
+    assert main(["launch", f"hosts={file}", f"plan={tmp_path / 'plan.yaml'}"]) == 0
 
     out = capsys.readouterr().out
     assert "# nano (127.0.0.2), 2 processes:" in out
@@ -135,6 +174,13 @@ def test_every_replica_has_processes_of_its_own(file: Path, capsys: pytest.Captu
             ["hosts={file}", *OPTIONS, "min_hosts=3"],
             "min_hosts: found 3, expected a whole number of at most 2.",
         ),
+        *(
+            (
+                ["hosts={file}", *OPTIONS, "strategy.replicas=2", *plan],
+                "strategy.replicas is 2, but the hosts' devices are planned as one pipeline; leave it out, or",
+            )
+            for plan in ([], ["plan=auto"])
+        ),
         (["hosts={file}", *OPTIONS, "start=maybe"], "start: found 'maybe', expected true or false."),
         (
             ["hosts={file}", "plan={plan}"],
@@ -152,6 +198,32 @@ def test_what_cannot_be_started_is_said_in_one_sentence(
 
     assert code == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "held"),
+    [
+        ([], None),
+        (["cluster.port=29600"], None),
+        (["cluster.efficiency=0.5"], "cluster.efficiency"),
+        (["strategy.queries=2"], "strategy.queries"),
+    ],
+)
+def test_hosts_do_not_contradict_a_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], held: str | None
+) -> None:
+    (stage,) = even_plan(blocks=30, stages=1).stages
+    save_plan(Plan(blocks=30, stages=(replace(stage, host="nano"),)), tmp_path / "plan.yaml")
+    named = ("cluster=lan", "cluster.hosts=[{name:nano,devices:[{device:cpu}]}]")
+
+    code = main(["launch", *named, f"plan={tmp_path / 'plan.yaml'}", *arguments])
+
+    said = capsys.readouterr()
+    assert (code, said.err) == (
+        (0, "")
+        if held is None
+        else (1, f"hybridop: {held} and plan= contradict each other; change it in the plan file instead.\n")
+    )
 
 
 def test_fit_alone_does_not_pretend_to_be_several_hosts(
@@ -213,12 +285,39 @@ def test_what_hosts_say_stands_behind_their_names(tmp_path: Path, capsys: pytest
     ]
 
 
-def test_this_host_needs_no_ssh(capsys: pytest.CaptureFixture[str]) -> None:
-    host = Host(name="here", address="127.0.0.1", devices=(HostDevice(),))
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "no.such.name.invalid"])
+def test_this_host_needs_no_ssh(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str
+) -> None:
+    # Paths in the hosts file are relative to the home folder, here as with ssh.
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my runs").mkdir()
+    own_name = address.startswith("no.")
+    monkeypatch.setenv("HYBRIDOP_HOST", "here" if own_name else "there")
+    host = Host(name="here", address=address, folder="my runs", devices=(HostDevice(),))
 
-    start([HostCommand(host=host, processes=1, environment={}, arguments=("echo", "a b"))], needed=1)
+    start([HostCommand(host=host, processes=1, environment={}, arguments=("pwd",))], needed=1)
 
-    assert capsys.readouterr().out == "here | a b\n"
+    assert capsys.readouterr().out == f"here | {tmp_path / 'my runs'}\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "arrives"),
+    [("~", "{home}"), ("~/my runs", "{home}/my runs"), ("a ~/b", "a ~/b"), ("$HOME/x", "$HOME/x")],
+)
+def test_a_path_below_the_home_folder_is_found_by_the_shell(tmp_path: Path, path: str, arrives: str) -> None:
+    program = HostCommand(
+        host=Host(name="here", devices=(HostDevice(),), folder="~/"),
+        processes=1,
+        environment={"NAME": "here"},
+        arguments=(path, "~", "a b"),
+    )
+
+    text = program.text.replace("&& NAME=here ", "&& echo ")
+
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    said = subprocess.run(["bash", "-c", f"{text}; pwd"], env=environment, capture_output=True, text=True)
+    assert said.stdout.splitlines() == [f"{arrives.format(home=tmp_path)} ~ a b", str(tmp_path)]
 
 
 def children() -> list[psutil.Process]:

@@ -1,6 +1,7 @@
 """From a configuration to the plan of a run: clusters of devices, emulated ones, and `plan=auto` in one process."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ from omegaconf import DictConfig
 
 from lightning_hybridop.commands.configuration import ConfigurationError, compose_runs
 from lightning_hybridop.commands.parts import run_emulation, run_module, run_plan, run_strategy
+from lightning_hybridop.commands.recipes import load_recipe
+from lightning_hybridop.planning.cluster import ClusterError
 from lightning_hybridop.planning.plan import even_plan, save_plan
 
 
@@ -152,3 +155,57 @@ def test_adapters_of_another_rank_need_to_know_the_zo_stages() -> None:
 
     with pytest.raises(ConfigurationError, match=r"model.zo_rank is set, but with plan=auto"):
         run_module(config, run_plan(config))
+
+
+HOSTS = "hosts={hosts:[{name:nano,devices:[{device:'cuda:1'},{device:cpu}]},{name:atlas,devices:[{device:'cuda:0'}]}]}"
+MODEL = ("model=hf", "model.name=random-4-blocks", "model.blocks=4", "data=headlines", "plan=auto")
+
+
+@pytest.mark.parametrize(
+    ("host", "local_rank", "device"), [("nano", 0, "cuda:1"), ("nano", 1, "cpu"), ("atlas", 0, "cuda:0")]
+)
+def test_a_process_measures_the_device_that_the_hosts_file_has_for_it(
+    monkeypatch: pytest.MonkeyPatch, host: str, local_rank: int, device: str
+) -> None:
+    monkeypatch.setenv("HYBRIDOP_HOST", host)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    config = configured(HOSTS, *MODEL)
+
+    assert str(run_strategy(config, run_plan(config)).compute_device) == device
+
+
+def test_a_process_that_the_hosts_file_has_no_device_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    config = configured(HOSTS, *MODEL)
+    plan = run_plan(config)
+
+    for host, message in (
+        ("atlas", "atlas has 1 device in the hosts file, but at least 2 processes run there; start one for"),
+        ("moon", "A process says that it runs on moon, but the hosts are nano, atlas; correct HYBRIDOP_HOST"),
+    ):
+        monkeypatch.setenv("HYBRIDOP_HOST", host)
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        with pytest.raises(ClusterError, match=message):
+            run_strategy(config, plan)
+
+
+def test_the_trainer_of_hosts_is_one_for_any_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class TrainerMadeError(Exception):
+        pass
+
+    def made(options: DictConfig) -> Callable[..., None]:
+        def make(**further: object) -> None:
+            if "accelerator" in options:
+                raise TrainerMadeError(further.get("accelerator", options.accelerator))
+
+        return make
+
+    fit = load_recipe("fit")
+    monkeypatch.setitem(fit.__globals__, "factory", made)  # type: ignore[attr-defined]
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "0")
+
+    for overrides, accelerator in (((HOSTS, *MODEL), "hybridop"), (MODEL[:-1], "cpu")):
+        with pytest.raises(TrainerMadeError, match=f"^{accelerator}$"):
+            fit(configured(*overrides), tmp_path)

@@ -118,6 +118,14 @@ def test_routes_and_interfaces_of_this_host() -> None:
     assert loopback in interface.interfaces_up()
     assert interface.lan_address(str(loopback)) == "127.0.0.1"
     assert interface.interface_of("192.0.2.1") is None
+
+
+@pytest.mark.parametrize(
+    ("address", "here"),
+    [("127.0.1.1", True), ("::1", True), ("localhost", True), ("192.0.2.1", False), ("no.invalid", False)],
+)
+def test_a_host_knows_which_addresses_are_its_own(address: str, here: bool) -> None:
+    assert interface.leads_here(address) is here
     assert interface.lan_address("no such interface") is None
 
 

@@ -112,6 +112,10 @@ def changed(entry: dict[str, Any], **fields: Any) -> dict[str, Any]:
         (changed(ATLAS, ssh="-oProxyCommand=reboot"), r"hosts\[0\].ssh: found"),
         (changed(ATLAS, interface="eth0;reboot"), r"hosts\[0\].interface: found"),
         (changed(ATLAS, python="-c"), r"hosts\[0\].python: found '-c', expected a path"),
+        (
+            changed(ATLAS, folder="~me/runs"),
+            r"hosts\[0\].folder: found '~me/runs', expected the whole path, or",
+        ),
         (changed(ATLAS, adress="10.0.0.1"), "did you mean address?"),
     ],
 )
