@@ -135,7 +135,8 @@ class WholeCheckpointIO(TorchCheckpointIO):
             return
         target = Path(str(path).removeprefix("file://"))
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.partial")
+        # Its own: copies of several processes may go to one disk.
+        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         try:
             with partial.open("wb") as file:
                 torch.save(checkpoint, file)

@@ -71,6 +71,12 @@ def _export(overrides: Sequence[str], flags: frozenset[str]) -> None:
     export(overrides)
 
 
+def _rebuild(overrides: Sequence[str], flags: frozenset[str]) -> None:
+    from lightning_hybridop.commands.rebuild import rebuild_run
+
+    rebuild_run(overrides)
+
+
 def _launch(overrides: Sequence[str], flags: frozenset[str]) -> None:
     from lightning_hybridop.commands.hosts import launch
 
@@ -118,6 +124,12 @@ COMMANDS = {
         purpose="write a stage as ONNX, for the compilers of other devices",
         help=texts.EXPORT,
         run=_export,
+        flags={},
+    ),
+    "rebuild": Command(
+        purpose="rebuild what forward-only stages had learnt since a checkpoint",
+        help=texts.REBUILD,
+        run=_rebuild,
         flags={},
     ),
     "gradients": Command(

@@ -1,6 +1,5 @@
 """HybridOPStrategy: Lightning's hooks over the pipeline."""
 
-import atexit
 import os
 import subprocess
 import sys
@@ -53,6 +52,7 @@ from lightning_hybridop.estimation.estimators import (
     Directions,
     running_mean,
 )
+from lightning_hybridop.estimation.scalar_log import StepSettings
 from lightning_hybridop.loaders import (
     EvenLoader,
     ResumedLoader,
@@ -204,6 +204,7 @@ class HybridOPStrategy(ParallelStrategy):
         emulation: times that the stages of a given plan keep to, in the place of other devices.
         data: `"same"` lets every process read the data and checks that all read the same; with `"broadcast"` rank 0
             reads and the others receive its batches.
+        checkpoint_copies: let every host keep the checkpoints that rank 0 writes, so that a run can go on without that host.
 
     Raises:
         PlanError: the plan or an option is not valid.
@@ -240,6 +241,7 @@ class HybridOPStrategy(ParallelStrategy):
         mini_batch: tuple[int, int] = (8, 128),
         emulation: Emulation | None = None,
         data: Literal["same", "broadcast"] = "same",
+        checkpoint_copies: bool = False,
         **parallel_arguments: Any,
     ) -> None:
         super().__init__(**parallel_arguments)
@@ -257,6 +259,7 @@ class HybridOPStrategy(ParallelStrategy):
             ("distribution", distribution, get_args(Distribution)),
             ("data", data, ("same", "broadcast")),
             ("shrinkage", shrinkage, (True, False)),
+            ("checkpoint_copies", checkpoint_copies, (True, False)),
         ):
             if choice not in choices:
                 expected = " or ".join([", ".join(map(repr, choices[:-1])), repr(choices[-1])])
@@ -311,6 +314,8 @@ class HybridOPStrategy(ParallelStrategy):
         self._blocks = blocks
         self._emulation = emulation
         self._data = data
+        self._checkpoint_copies = checkpoint_copies
+        self._root_of_rank_0: str | None = None
         self._num_nodes = 1
         self._inside_step = False
         self._world: world.World | None = None
@@ -441,8 +446,6 @@ class HybridOPStrategy(ParallelStrategy):
         if not self.pipelined:
             self.accelerator.setup_device(self.compute_device)
             return
-        # Before the interpreter takes itself apart: Gloo's threads end the process with an abort if they outlive it.
-        atexit.register(world.leave)
         os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
         os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
         self._world = world.enter(
@@ -578,6 +581,8 @@ class HybridOPStrategy(ParallelStrategy):
             # Lightning derives the device of autocast from the accelerator's name and does not know ours.
             self.precision_plugin.device = self.compute_device.type
         self.model = self.precision_plugin.convert_module(self.lightning_module)
+        if self._checkpoint_copies and self.world_size > 1:
+            self._root_of_rank_0 = broadcast_json(str(Path(trainer.default_root_dir).resolve()), source=0)
         if self._assembly is None or self._assembly.engine.model.module is not self.lightning_module:
             self._cut(self.lightning_module)
         share_metrics(
@@ -1053,6 +1058,24 @@ class HybridOPStrategy(ParallelStrategy):
         """The latest training mini-batch: loss, gradients, directional derivatives, this stage's timeline."""
         return self._result
 
+    @property
+    def distribution(self) -> Distribution:
+        """What directions consist of."""
+        return self._distribution
+
+    @property
+    def zo_settings(self) -> StepSettings | None:
+        """How zo stages took the latest optimizer step, known on every rank: another object for each step."""
+        return None if self._updates is None else self._updates.zo_settings
+
+    def gather_estimated_names(self) -> dict[int, tuple[str, ...]]:
+        """Return the names of the parameters that each zo stage estimates the gradient of, on every rank. Collective."""
+        if self._assembly is None or self.plan.estimator == "adjoint":
+            return {}
+        mine = list(self._assembly.engine.zo_parameters)
+        names = gather_in_order(mine, self._replicas.first)
+        return {stage: tuple(names[stage]) for stage in self.plan.zo_stages}
+
     def gather_timeline(self) -> Timeline:
         """Return all stages' actions of the latest training mini-batch, in seconds on rank 0's clock. Collective.
 
@@ -1129,7 +1152,28 @@ class HybridOPStrategy(ParallelStrategy):
             checkpoint = with_plain_hyper_parameters(checkpoint)
             if self._running_exit_loss is not None and self.plan.exit_baseline == "running":
                 checkpoint[RUNNING_EXIT_LOSS] = self._running_exit_loss
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._keeps_checkpoints:
+            self.checkpoint_io.save_checkpoint(
+                checkpoint, self._here(filepath), storage_options=storage_options
+            )
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        if self._keeps_checkpoints:
+            self.checkpoint_io.remove_checkpoint(self._here(filepath))
+
+    def _here(self, path: _PATH) -> _PATH:
+        """Return a path that rank 0 has told, in the Trainer's root folder of this host if it is in that of rank 0."""
+        root = self._root_of_rank_0
+        if root is None or not Path(path).is_relative_to(root):
+            return path
+        assert self.lightning_module is not None
+        return Path(self.lightning_module.trainer.default_root_dir) / Path(path).relative_to(root)
+
+    @property
+    def _keeps_checkpoints(self) -> bool:
+        """Whether this rank writes checkpoints: rank 0 does, and where copies are asked for one process of each other host."""
+        return self.is_global_zero or (self._checkpoint_copies and self.local_rank == 0)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """From a mini-batch's gradients to the optimizer's step: what a pipeline does there in Lightning's place."""
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -14,12 +15,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybridop.assembly import Assembly, gather_in_order
+from lightning_hybridop.estimation.scalar_log import Clipping, StepSettings
 from lightning_hybridop.module import HybridOPMixin
 from lightning_hybridop.pipeline.exchange import gather_numbers
 from lightning_hybridop.pipeline.gradients import (
     clip_to_norm,
     clip_to_value,
     gradients_of_all_stages,
+    install_gradients,
     scaled_learning_rates,
     square_of_norm,
 )
@@ -52,6 +55,8 @@ class Updates:
         whole_model: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.stash: Mapping[str, Tensor] = {}
+        self.zo_settings: StepSettings | None = None
+        """How zo stages took the latest optimizer step; another object for each step, known on all ranks; None if they do not estimate."""
         self._trainer = trainer
         self._engine = assembly.engine
         self._owned = assembly.owned
@@ -69,6 +74,10 @@ class Updates:
             "_after_closure": self._after_closure,
         }
         self._until_step_ends = ExitStack()
+        plan = assembly.engine.plan
+        self._estimates = bool(plan.zo_stages) and plan.estimator != "adjoint"
+        self._zo_clippings: list[Clipping] = []
+        self._zo_settings_of_step: StepSettings | None = None
         self._gradients_are_watched = any(gather_in_order(_watches_gradients(trainer), rank_of_stage))
 
     def attach(self) -> None:
@@ -84,17 +93,19 @@ class Updates:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Inside the block the optimizer steps, by learning rates that are this role's from the closure's end on."""
+        self._zo_clippings = []
         with ExitStack() as self._until_step_ends:
             yield
+        self.zo_settings = self._zo_settings_of_step
 
     def _install(self, *_: Any, **__: Any) -> None:
         """Install the stashed gradients: the pipeline has back-propagated already."""
-        share = 1.0 / self._trainer.accumulate_grad_batches
-        for name, gradient in self.stash.items():
-            parameter = self._engine.parameters[name]
-            installed = gradient * share
-            parameter.grad = installed if parameter.grad is None else parameter.grad + installed
+        install_gradients(self._engine.parameters, self.stash, share=self._share)
         self.stash = {}
+
+    @property
+    def _share(self) -> float:
+        return 1.0 / self._trainer.accumulate_grad_batches
 
     def _after_backward(self, closure_loss: Tensor, module: LightningModule) -> Tensor:
         """Run the hooks behind backward, which may look at gradients."""
@@ -106,7 +117,9 @@ class Updates:
         with self._watched_gradients():
             type(self._plugin)._after_closure(self._plugin, model, optimizer)
         assert isinstance(optimizer, Optimizer)
-        scaled = scaled_learning_rates(optimizer, self._learning_rate_scale())
+        if self._estimates:
+            self._zo_settings_of_step = self._settings_of_zo_stages(optimizer)
+        scaled = scaled_learning_rates(optimizer, self._learning_rate_scale(self._role))
         self._until_step_ends.enter_context(scaled)
 
     @contextmanager
@@ -118,11 +131,29 @@ class Updates:
         with self._whole_model(), shared:
             yield
 
-    def _learning_rate_scale(self) -> float:
-        chosen = self._hooks.learning_rate_scale(self._role) if self._hooks else None
+    def _learning_rate_scale(self, role: Role) -> float:
+        chosen = self._hooks.learning_rate_scale(role) if self._hooks else None
         if chosen is not None:
             return chosen
-        return self._zo_lr_scale if self._role == "zo" else 1.0
+        return self._zo_lr_scale if role == "zo" else 1.0
+
+    def _settings_of_zo_stages(self, optimizer: Optimizer) -> StepSettings:
+        """Return with what zo stages, of which this one need be none, are about to step."""
+        scale = self._learning_rate_scale("zo")
+        options = [
+            {
+                name: value
+                for name, value in group.items()
+                if name != "lr" and isinstance(value, (bool, int, float, tuple, type(None)))
+            }
+            for group in optimizer.param_groups
+        ]
+        return StepSettings(
+            share=self._share,
+            learning_rates=tuple(float(group.get("lr", 0.0) * scale) for group in optimizer.param_groups),
+            options=json.dumps(options, default=float),
+            clippings=tuple(self._zo_clippings),
+        )
 
     def _clip_by_role(
         self,
@@ -146,18 +177,26 @@ class Updates:
             if parameter.grad is not None and id(parameter) in owned
         ]
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            if limits.get("zo", 0.0) > 0.0:
+                self._zo_clippings.append(Clipping(algorithm="value", limit=limits["zo"]))
             if limit > 0.0:
                 clip_to_value(gradients, limit=limit)
             return
         squares = gather_numbers([square_of_norm(gradients)], self._rank_of_stage)
         exact = self._engine.plan.estimator == "adjoint" and len(set(limits.values())) == 1
-        together = [
-            square
-            for (square,), stage in zip(squares, self._stages, strict=True)
-            if exact or stage.role == self._role
-        ]
+        norms = {
+            role: math.fsum(
+                square
+                for (square,), stage in zip(squares, self._stages, strict=True)
+                if exact or stage.role == role
+            )
+            ** 0.5
+            for role in limits
+        }
+        if limits.get("zo", 0.0) > 0.0:
+            self._zo_clippings.append(Clipping(algorithm="norm", limit=limits["zo"], norm=norms["zo"]))
         if limit > 0.0:
-            clip_to_norm(gradients, limit=limit, norm=math.fsum(together) ** 0.5)
+            clip_to_norm(gradients, limit=limit, norm=norms[self._role])
 
     def _clipping_value(self, role: Role) -> float | None:
         return self._hooks.gradient_clip_val(role) if self._hooks else None

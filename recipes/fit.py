@@ -6,6 +6,7 @@ Every process of the run calls `fit` with the same configuration. What comes out
 import csv
 import json
 import logging
+import math
 import time
 import warnings
 from dataclasses import asdict
@@ -17,7 +18,7 @@ from lightning.pytorch.loggers import CSVLogger
 from omegaconf import DictConfig
 from rich.console import Console
 
-from lightning_hybridop.callbacks import ComuTi, Energy, PeakMemory, Recovery
+from lightning_hybridop.callbacks import AdapterCheckpoint, ComuTi, Energy, PeakMemory, Recovery
 from lightning_hybridop.commands.parts import factory, run_module, run_plan, run_strategy
 from lightning_hybridop.commands.resuming import AUTO, METRICS, join_metrics, set_metrics_aside
 from lightning_hybridop.planning.plan import save_plan
@@ -60,10 +61,17 @@ def fit(config: DictConfig, folder: Path) -> None:
 
     # The run itself, from its beginning or from where an earlier start of it has come to.
     goes_on = config.resume == AUTO and config.checkpoint is not None
-    if goes_on and trainer.is_global_zero:
-        set_metrics_aside(folder, config.checkpoint.step)
-    before = trainer.validate(module, data, verbose=False)[0]
+    if config.resume == AUTO and trainer.is_global_zero:
+        set_metrics_aside(folder, config.checkpoint.step if goes_on else 0)
+    before = {} if goes_on else trainer.validate(module, data, verbose=False)[0]
+    if trainer.is_global_zero:
+        before = _kept(folder / "before.json", before)
     trainer.fit(module, data, ckpt_path=_checkpoint(config))
+    if comu_ti.means is None:
+        # All steps had been taken when the run was interrupted, and its training does not end a second time.
+        for callback in chosen:
+            if isinstance(callback, AdapterCheckpoint):
+                callback.on_train_end(trainer, module)
     after = trainer.validate(module, data, verbose=False)[0]
 
     # What it came to.
@@ -74,15 +82,14 @@ def fit(config: DictConfig, folder: Path) -> None:
     save_plan(plan, folder / "plan.yaml")
     first_loss, last_loss = training_losses(folder / METRICS)
     means = comu_ti.means
-    assert means is not None
     summary = {
         "train_loss": {"first": first_loss, "last": last_loss, "averaged_steps": AVERAGED_STEPS},
         "before": before,
         "after": after,
         "steps": trainer.global_step,
-        "samples_per_second": means.samples_per_second,
-        "comu_ti": means.comu_ti,
-        "comu_ti_per_stage": means.comu_ti_per_stage,
+        "samples_per_second": None if means is None else means.samples_per_second,
+        "comu_ti": None if means is None else means.comu_ti,
+        "comu_ti_per_stage": None if means is None else means.comu_ti_per_stage,
         "peak_memory_mib": memory.per_stage_mib,
         "sent_mib_per_mini_batch": strategy.sent_mib,
         "seconds": time.perf_counter() - started,
@@ -101,8 +108,8 @@ def fit(config: DictConfig, folder: Path) -> None:
                 SHOWN.get(name, name): Change(before=before.get(name), after=value)
                 for name, value in after.items()
             },
-            samples_per_second=means.samples_per_second,
-            comu_ti=means.comu_ti_per_stage,
+            samples_per_second=None if means is None else means.samples_per_second,
+            comu_ti=None if means is None else means.comu_ti_per_stage,
             peak_memory_mib=memory.per_stage_mib,
             sent_mib=strategy.sent_mib or None,
         )
@@ -122,10 +129,22 @@ def _checkpoint(config: DictConfig) -> str | None:
     return None if config.checkpoint is None else str(config.checkpoint.path)
 
 
+def _kept(path: Path, measured: dict[str, float]) -> dict[str, float]:
+    """Return what was measured before the first step: now, or when the run began and left it in a file."""
+    if measured:
+        path.write_text(json.dumps(measured) + "\n", encoding="utf-8")
+    if not path.exists():  # the host that began the run is no longer part of it
+        return {}
+    kept: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
+    return kept
+
+
 def training_losses(metrics: Path) -> tuple[float, float]:
     """Return the training loss averaged over the first and over the last logged steps (one mini-batch is noisy)."""
     with metrics.open(encoding="utf-8", newline="") as file:
         losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row.get("train_loss")]
+    if not losses:
+        return math.nan, math.nan
     # Short runs: the first half against the second.
     steps = max(1, min(AVERAGED_STEPS, len(losses) // 2))
     return sum(losses[:steps]) / steps, sum(losses[-steps:]) / steps

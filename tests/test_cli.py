@@ -245,8 +245,9 @@ def csv_column(path: Path, name: str) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_fit_starts_its_processes_and_fills_one_folder(model: Path, elsewhere: Path) -> None:
+    saving = ("checkpoint_every=1", "+callbacks.recovery.save_top_k=-1")
     run = subprocess.run(
-        command(tiny(model, "cluster=local_1zo_1bp", "cluster.bp_stages=2", "strategy.wire=int8")),
+        command(tiny(model, "cluster=local_1zo_1bp", "cluster.bp_stages=2", "strategy.wire=int8", *saving)),
         capture_output=True,
         text=True,
         timeout=LONGEST_RUN,
@@ -256,7 +257,7 @@ def test_fit_starts_its_processes_and_fills_one_folder(model: Path, elsewhere: P
     assert str(folder) in run.stdout
     assert {path.name for path in folder.iterdir()} >= {
         *("adapter", "checkpoints", "config.yaml", "metrics.csv", "plan.yaml"),
-        *("summary.json", "timeline.json", "timeline.png"),
+        *("summary.json", "timeline.json", "timeline.png", "scalars.log"),
     }
     assert load_plan(folder / "plan.yaml") == even_plan(blocks=BLOCKS, stages=3, zo_stages=1, wire="int8")
     assert len(csv_column(folder / "metrics.csv", "train_loss")) == 4
@@ -275,6 +276,13 @@ def test_fit_starts_its_processes_and_fills_one_folder(model: Path, elsewhere: P
     weights = load_file(folder / "adapter" / "adapter_model.safetensors")
     trained = [name for name in weights if "lora_B" in name]
     assert len(trained) == 2 * BLOCKS
+
+    # What the forward-only stage has learnt since the first checkpoint is in the log.
+    assert main(["rebuild", f"folder={folder}", f"checkpoint={folder / 'recovery' / 'step-1.ckpt'}"]) == 0
+    rebuilt = load_file(folder / "rebuilt.safetensors")
+    assert len(rebuilt) == 4 * load_plan(folder / "plan.yaml").stages[0].last
+    for name, value in rebuilt.items():
+        assert torch.equal(value, weights[name.removeprefix("model.").replace(".default.", ".")]), name
     assert all(weights[name].abs().max() > 0 for name in trained)
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), folder / "adapter")
 

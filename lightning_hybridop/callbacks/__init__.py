@@ -6,6 +6,7 @@ from lightning_hybridop.callbacks.energy import Energy, EnergyReport
 from lightning_hybridop.callbacks.peak_memory import PeakMemory
 from lightning_hybridop.callbacks.pipeline_trace import PipelineTrace
 from lightning_hybridop.callbacks.recovery import LostTime, Recovery
+from lightning_hybridop.callbacks.scalar_log import ScalarLog
 from lightning_hybridop.pipeline.measured import peak_memory_mib
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "PipelineTrace",
     "Recovery",
     "RunMeans",
+    "ScalarLog",
     "peak_memory_mib",
 ]

@@ -113,9 +113,10 @@ class Energy(Callback):
 
     def _estimate_from(self, trainer: Trainer, device: torch.device, problem: str) -> None:
         """Look up the profile of this rank's device, in the place of counters."""
-        plan: Plan | None = getattr(trainer.strategy, "plan", None)
         names = [str(device)]
-        if plan is not None:
+        # A process of its own has no plan to ask.
+        if getattr(trainer.strategy, "pipelined", False):
+            plan: Plan = trainer.strategy.plan  # type: ignore[attr-defined]
             stage = plan.stages[trainer.strategy.stage_index]  # type: ignore[attr-defined]
             names = [name for name in (stage.name, stage.device) if name is not None]
         profile = next((self._profiles[name] for name in names if name in self._profiles), None)

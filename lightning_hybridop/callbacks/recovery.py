@@ -71,6 +71,7 @@ class Recovery(Callback):
         self._first_step_began = self._begun
         self._steps_before = 0
         self._interruption: Interruption | None = None
+        self._has_notes = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look up what was interrupted, if this run goes on from a checkpoint."""
@@ -84,6 +85,11 @@ class Recovery(Callback):
     ) -> None:
         """Note when the step ended, and see whether the run has caught up."""
         self._last_step_ended = time.time()
+        if self._has_notes:
+            # All processes have read them by now; the next interruption is to be told from this one.
+            self._has_notes = False
+            for path in self._folder.glob("rank_*.json"):
+                path.unlink(missing_ok=True)
         if self._interruption is not None and trainer.global_step >= self._interruption.step:
             self.lost = self._measured(self._interruption)
             self._interruption = None
@@ -101,6 +107,7 @@ class Recovery(Callback):
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / f"rank_{trainer.global_rank}.json"
+            self._has_notes = True
             path.write_text(json.dumps(asdict(note)), encoding="utf-8")
         except OSError:  # such as a full disk, which may be why the run fails
             return

@@ -73,6 +73,7 @@ GROUPS = {
     "compare": ("cluster", "workload"),
     "profile": ("model",),
     "export": ("model",),
+    "rebuild": (),
 }
 """The groups that a command's configuration is made of, where it is not made of all."""
 

@@ -2,7 +2,9 @@
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from hydra.errors import InstantiationException
 
@@ -54,12 +56,14 @@ def write_failure(logs: Path, rank: int, error: BaseException) -> None:
         "consequence": consequence,
         "sentence": told.sentence if told is not None and silent else sentence(error),
     }
-    _note(logs, rank).write_text(json.dumps(note), encoding="utf-8")
+    with suppress(OSError):  # a full disk, which may be why
+        _note(logs, rank).write_text(json.dumps(note), encoding="utf-8")
 
 
-def forget_failure(logs: Path, rank: int) -> None:
-    """Remove the note that rank `rank` left when it failed before."""
-    _note(logs, rank).unlink(missing_ok=True)
+def forget_failures(logs: Path) -> None:
+    """Remove the notes that an earlier start of a run has left."""
+    for path in logs.glob("rank_*.failure.json"):
+        path.unlink(missing_ok=True)
 
 
 def first_failure(logs: Path, *, consequences: bool = True) -> str | None:
@@ -67,12 +71,20 @@ def first_failure(logs: Path, *, consequences: bool = True) -> str | None:
 
     None when there is no note, or without `consequences` when no note tells a cause.
     """
-    notes = [json.loads(path.read_text(encoding="utf-8")) for path in logs.glob("rank_*.failure.json")]
+    notes = [note for path in logs.glob("rank_*.failure.json") if (note := _read(path)) is not None]
     told = [note for note in notes if consequences or not note["consequence"]]
     if not told:
         return None
     first = min(told, key=lambda note: (note["consequence"], note["time"]))
     return f"{first['who']}: {first['sentence']}"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        note: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # cut short by a full disk
+        return None
+    return note
 
 
 def _note(logs: Path, rank: int) -> Path:

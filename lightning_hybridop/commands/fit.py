@@ -10,14 +10,20 @@ from omegaconf import OmegaConf, open_dict
 
 from lightning_hybridop.commands import launch
 from lightning_hybridop.commands.configuration import ConfigurationError, Run, check_folder, compose_runs
+from lightning_hybridop.commands.failures import sentence
 from lightning_hybridop.commands.parts import PLAN_OPTIONS, factory, run_plan, run_strategy
 from lightning_hybridop.commands.recipes import load_recipe
 from lightning_hybridop.commands.resuming import (
     AUTO,
     CONFIGURATION,
+    SUMMARY,
     check_continues,
+    differences,
+    go_on_from_newest,
+    hold,
     newest_checkpoint,
     unfinished_run,
+    whole_file,
 )
 from lightning_hybridop.pipeline.interface import host_name
 from lightning_hybridop.pipeline.meeting import meeting_store
@@ -40,11 +46,7 @@ def fit(overrides: Sequence[str], *, multirun: bool = False) -> None:
             raise ConfigurationError(
                 "--multirun starts the processes of each run itself; leave torchrun out."
             )
-        run = join_run(overrides)
-        check(run)
-        if int(os.environ["RANK"]) == 0:
-            write_configuration(run)
-        load_recipe("fit")(run.config, run.folder)
+        _fit_together(overrides)
         return
     runs = compose_runs("fit", overrides, multirun=multirun)
     if runs[0].config.resume == AUTO and not _names_folder(overrides):
@@ -53,13 +55,16 @@ def fit(overrides: Sequence[str], *, multirun: bool = False) -> None:
         found = unfinished_run(runs[0].config, runs[0].folder.parents[1])
         if found is not None:
             runs = compose_runs("fit", overrides, folder=found)
-            print(f"Going on with the run in {found}.", flush=True)
     plans = [check(run) for run in runs]
     for number, (run, plan) in enumerate(zip(runs, plans, strict=True), start=1):
         if len(runs) > 1:
             print(f"Run {number} of {len(runs)}: {run.folder}", flush=True)
-        write_configuration(run)
+        goes_on = run.config.resume == AUTO
+        if goes_on and has_ended(run.folder):
+            continue
+        write_configuration(run, goes_on=goes_on)
         if plan.processes == 1:
+            go_on_from_newest(run.config, run.folder, restarted=False)
             load_recipe("fit")(run.config, run.folder)
         else:
             launch.launch(
@@ -68,6 +73,38 @@ def fit(overrides: Sequence[str], *, multirun: bool = False) -> None:
                 port=run.config.port,
                 restarts=run.config.restarts,
             )
+
+
+def _fit_together(overrides: Sequence[str]) -> None:
+    """Do one run in the processes that torchrun started."""
+    run, goes_on = join_run(overrides)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = meeting_store(rank=rank, size=size, timeout=SECONDS_TO_COME)
+    ended = rank == 0 and goes_on and has_ended(run.folder)
+    problem = None
+    try:
+        check(run)
+        if rank == 0 and not ended:
+            write_configuration(run, goes_on=goes_on)
+    except Exception as error:
+        problem = error
+    mine = {"host": host_name(), "problem": None if problem is None else sentence(problem), "ended": ended}
+    told = tell_all(store, mine, topic="check", rank=rank, size=size)
+    if problem is not None:
+        raise problem
+    for other, answer in enumerate(told):
+        if answer["problem"] is not None:
+            raise ConfigurationError(f"Rank {other} (host {answer['host']}): {answer['problem']}")
+    if not told[0]["ended"]:
+        load_recipe("fit")(run.config, run.folder)
+
+
+def has_ended(folder: Path) -> bool:
+    """Tell whether a folder holds a run that has come to its end, and say so if it does."""
+    ended = (folder / SUMMARY).exists()
+    if ended:
+        print(f"The run in {folder} has come to its end; pass another folder= for a new one.", flush=True)
+    return ended
 
 
 def check_plan_overrides(overrides: Sequence[str]) -> None:
@@ -119,11 +156,11 @@ def _places(plan: Plan) -> str:
     return f" ({', '.join(f'{host}: {count}' for host, count in counts.items())})" if counts else ""
 
 
-def join_run(overrides: Sequence[str]) -> Run:
-    """Return the run that torchrun's processes do together: all in a folder of one name, from one checkpoint.
+def join_run(overrides: Sequence[str]) -> tuple[Run, bool]:
+    """Return the run that torchrun's processes do together, and whether it goes on: all in one folder, from one checkpoint.
 
-    Hosts share no disk: the process that has the latest checkpoint of the run will read it for all. A run that torchrun
-    has started again goes on as with `resume=auto`.
+    Hosts share no disk: of the processes that have a checkpoint of the run the one with the latest will read it for all. A
+    run that torchrun has started again, on any host, goes on as with `resume=auto`.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     own = compose_runs("fit", overrides)[0]
@@ -132,34 +169,41 @@ def join_run(overrides: Sequence[str]) -> Run:
             "RANK is set but torchrun did not start this process; pass folder=<folder>, so that all ranks share one."
         )
     store = meeting_store(rank=rank, size=size, timeout=SECONDS_TO_COME)
-    goes_on = own.config.resume == AUTO or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    candidate: Path | None = own.folder if _names_folder(overrides) else None
-    if candidate is None and goes_on:
-        candidate = unfinished_run(own.config, own.folder.parents[1])
-    found = newest_checkpoint(candidate) if candidate is not None and goes_on else None
+    candidate = None if _names_folder(overrides) else unfinished_run(own.config, own.folder.parents[1])
     mine = {
         "new": _portable(own.folder),
-        "folder": None if candidate is None else _portable(candidate),
-        "step": None if found is None else found.step,
+        "unfinished": None if candidate is None else _portable(candidate),
+        # torchrun counts a start only where a process had failed.
+        "goes_on": own.config.resume == AUTO or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0,
         "host": host_name(),
     }
     told = tell_all(store, mine, topic="fit", rank=rank, size=size)
-    reader = max(
-        range(size), key=lambda other: (-1 if told[other]["step"] is None else told[other]["step"], -other)
-    )
-    leader = told[reader if told[reader]["step"] is not None else 0]
-    run = compose_runs("fit", overrides, folder=Path(leader["folder"] or leader["new"]))[0]
+    goes_on = any(other["goes_on"] for other in told)
+    # Folders are named after the time.
+    unfinished = max((other["unfinished"] for other in told if other["unfinished"]), default=None)
+    folder = Path(unfinished if goes_on and unfinished is not None else told[0]["new"])
+    run = compose_runs("fit", overrides, folder=folder)[0]
+    known = (run.folder / CONFIGURATION).exists() and not differences(run.config, run.folder)
+    found = newest_checkpoint(run.folder) if goes_on and known else None
+    steps = tell_all(store, None if found is None else found.step, topic="checkpoint", rank=rank, size=size)
+    step = max((one for one in steps if one is not None), default=None)
     with open_dict(run.config):
-        if goes_on:
-            run.config.resume = AUTO
-            step = told[reader]["step"]
+        if step is not None:
+            reader = steps.index(step)
             # The ranks that are not to read a file of theirs have a name here that no file has.
-            path = (
-                str(found.path) if found is not None and rank == reader else f"step {step} of rank {reader}"
-            )
-            run.config.checkpoint = None if step is None else {"path": path, "step": step}
+            path = f"step {step} of rank {reader}" if found is None or rank != reader else str(found.path)
+            run.config.resume = AUTO
+            run.config.checkpoint = {"path": path, "step": step}
+            _say(rank, f"Going on from step {step} of {folder}, which {told[reader]['host']} has.")
+        elif goes_on:
+            _say(rank, "No host has a checkpoint of this run, which begins at its first step.")
         run.config.present = [other["host"] for other in told] if "HYBRIDOP_HOST" in os.environ else None
-    return run
+    return run, goes_on
+
+
+def _say(rank: int, text: str) -> None:
+    if rank == 0:
+        print(text, flush=True)
 
 
 def _names_folder(overrides: Sequence[str]) -> bool:
@@ -171,18 +215,22 @@ def _portable(folder: Path) -> str:
     return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
 
 
-def write_configuration(run: Run) -> None:
-    """Make the run's folder and write its configuration there.
+def write_configuration(run: Run, *, goes_on: bool) -> None:
+    """Make the run's folder and write its configuration there; it is this process's until that ends.
 
-    Raises ConfigurationError when the folder already holds a run, but for one that this one goes on with.
+    Raises ConfigurationError when the folder already holds a run, unless this one goes on with that.
     """
     check_folder(run.folder)
     run.folder.mkdir(parents=True, exist_ok=True)
     path = run.folder / CONFIGURATION
     if path.exists():
-        if run.config.resume != AUTO:
+        if not goes_on:
             raise ConfigurationError(
                 f"{run.folder} already holds a run; pass another folder=, remove that one, or go on with it by resume=auto."
             )
         check_continues(run.config, run.folder)
-    OmegaConf.save(run.config, path)
+    if not hold(run.folder):
+        raise ConfigurationError(f"The run in {run.folder} is still going on; wait for it, or end it.")
+    # A full disk must not take what the run can be recognised by.
+    with whole_file(path) as beside:
+        OmegaConf.save(run.config, beside)

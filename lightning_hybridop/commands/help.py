@@ -264,3 +264,21 @@ examples:
   hybridop export model=smollm2 last=15
   hybridop export model=smollm2 plan=plan.yaml stage=0 rows=2 length=128 weights=int8
 """
+
+REBUILD = """\
+usage: hybridop rebuild folder=<a run's folder> [name=value ...]
+
+Takes the optimizer steps of forward-only stages since a checkpoint again, from the scalars in the run's scalars.log, and
+writes their trained parameters to rebuilt.safetensors in that folder, under the names that they have in a checkpoint. No
+model, no data and no other process is needed. Every checksum on the way is compared with what comes out.
+
+options (name=value; --show prints all):
+  folder=<folder>                 the run
+  step=<step>                     the optimizer step to come to; by default the last one in the log
+  checkpoint=<file>               where to begin; by default the run's latest checkpoint of that step or an earlier one
+  debug=true                      stack traces of errors
+
+examples:
+  hybridop rebuild folder=outputs/2026-01-31/12-00-00-quickstart
+  hybridop rebuild folder=run step=25 checkpoint=run/recovery/step-10.ckpt
+"""

@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from lightning_hybridop.commands.failures import RunError, RunInterruptedError, first_failure
+from lightning_hybridop.commands.failures import RunError, RunInterruptedError, first_failure, forget_failures
 
 WORKER = "lightning_hybridop.commands.worker"
 LOGS = "logs"
@@ -55,6 +55,7 @@ def launch(folder: Path, *, processes: int, port: int | None, restarts: int) -> 
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     # When the process that holds the store ends, torch would show where in its own code the others noticed.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    forget_failures(folder / LOGS)
     config = local_processes(processes, run_id=folder.name, port=port, restarts=restarts)
     try:
         elastic_launch(config, sys.executable)("-m", WORKER, str(folder))

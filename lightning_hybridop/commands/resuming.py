@@ -1,16 +1,17 @@
 """`resume=auto`: which run an interrupted one goes on from, from which checkpoint, and what it had logged until there."""
 
 import csv
+import fcntl
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_hybridop.checkpoints import CheckpointError, check_whole
+from lightning_hybridop.checkpoints import check_whole
 from lightning_hybridop.commands.configuration import ConfigurationError
 
 AUTO = "auto"
@@ -20,6 +21,7 @@ CONFIGURATION = "config.yaml"
 SUMMARY = "summary.json"
 METRICS = "metrics.csv"
 METRICS_BEFORE = "metrics-before.csv"
+HELD = ".held"
 
 MAY_CHANGE = (
     "folder",
@@ -29,6 +31,7 @@ MAY_CHANGE = (
     "debug",
     "plan",
     "cluster",
+    "hosts",
     "use_all",
     "workload",
     "present",
@@ -36,7 +39,15 @@ MAY_CHANGE = (
 )
 """What a run may be given anew when it goes on: where it runs and by which plan, not what it learns from."""
 
-STRATEGY_MAY_CHANGE = ("micro_batches", "timeout", "heartbeat", "interface", "data", "perturbation_memory")
+STRATEGY_MAY_CHANGE = (
+    "micro_batches",
+    "timeout",
+    "heartbeat",
+    "interface",
+    "data",
+    "perturbation_memory",
+    "checkpoint_copies",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,26 +60,84 @@ class Found:
 
 def newest_checkpoint(folder: Path) -> Found | None:
     """Return the latest whole checkpoint of a run's folder, None without any; says which ones are left out as broken."""
+    return max(whole_checkpoints(folder), key=lambda one: (one.step, one.path.stat().st_mtime), default=None)
+
+
+def whole_checkpoints(folder: Path) -> list[Found]:
+    """Return the checkpoints of a run's folder that can be loaded; says which ones are left out as broken."""
     found: list[Found] = []
     for path in sorted(folder.glob("*/*.ckpt")):
         try:
             check_whole(path)
             # The file of another run may lie here: nothing in it may run code.
             step = int(torch.load(path, map_location="meta", weights_only=True)["global_step"])
-        except (CheckpointError, UnpicklingError, KeyError, RuntimeError, ValueError, OSError) as error:
-            print(f"{path} is left out: {str(error).splitlines()[0]}", flush=True)
+        except Exception as error:  # a changed file can raise anything
+            reason = " ".join(str(error).split()) or type(error).__name__
+            print(f"{path} is left out: {reason}", flush=True)
             continue
         found.append(Found(path=path, step=step))
-    return max(found, key=lambda one: (one.step, one.path.stat().st_mtime), default=None)
+    return found
+
+
+def go_on_from_newest(config: DictConfig, folder: Path, *, restarted: bool) -> None:
+    """Let a run begin with the latest checkpoint of its own, if it is to go on, or is `restarted`, and has one."""
+    if config.resume != AUTO and not restarted:
+        return
+    found = newest_checkpoint(folder)
+    if found is not None:
+        config.resume = AUTO
+        config.checkpoint = {"path": str(found.path), "step": found.step}
 
 
 def unfinished_run(config: DictConfig, parent: Path) -> Path | None:
-    """Return the latest folder below `parent` of a run like `config` that has not come to its end, None without any."""
-    folders = [path.parent for path in parent.rglob(CONFIGURATION)]
+    """Return the latest of the dated folders below `parent` that holds a run like `config` without an end, None without any.
+
+    Runs that another process is at are left to it.
+    """
+    folders = [path.parent for path in parent.glob(f"*/*/{CONFIGURATION}")]
     for folder in sorted(folders, key=lambda one: (one / CONFIGURATION).stat().st_mtime, reverse=True):
-        if not (folder / SUMMARY).exists() and not differences(config, folder):
+        if not (folder / SUMMARY).exists() and not differences(config, folder) and not _is_held(folder):
             return folder
     return None
+
+
+_held: list[TextIO] = []
+"""Open for as long as this process lives."""
+
+
+def hold(folder: Path) -> bool:
+    """Take a run's folder for this process until it ends; return False if another process has it."""
+    file = (folder / HELD).open("w", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        return False
+    _held.append(file)
+    return True
+
+
+def _is_held(folder: Path) -> bool:
+    path = folder / HELD
+    if not path.exists():
+        return False
+    with path.open(encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a path to write to, and move what was written there to `path`, which is thus never half written."""
+    beside = path.with_name(f".{path.name}.partial")
+    try:
+        yield beside
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def check_continues(config: DictConfig, folder: Path) -> None:
@@ -115,9 +184,8 @@ def _flat(values: dict[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 def set_metrics_aside(folder: Path, step: int) -> None:
     """Keep what was logged before optimizer step `step`: the logger of the run that goes on begins a file of its own."""
-    rows = [row for row in _joined(folder) if int(row["step"]) < step]
+    _write_rows(folder / METRICS_BEFORE, [row for row in _joined(folder) if int(row["step"]) < step])
     (folder / METRICS).unlink(missing_ok=True)
-    _write_rows(folder / METRICS_BEFORE, rows)
 
 
 def join_metrics(folder: Path) -> None:
@@ -129,10 +197,7 @@ def join_metrics(folder: Path) -> None:
 
 
 def _joined(folder: Path) -> list[dict[str, str]]:
-    """Return what was logged before and since; what a run measures before it goes on is that of no step of its own."""
-    before = _rows(folder / METRICS_BEFORE)
-    last = max((int(row["step"]) for row in before), default=-1)
-    return [*before, *(row for row in _rows(folder / METRICS) if int(row["step"]) > last)]
+    return [row for name in (METRICS_BEFORE, METRICS) for row in _rows(folder / name)]
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
@@ -145,7 +210,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 def _write_rows(path: Path, rows: list[dict[str, str]]) -> None:
     names = sorted({name for row in rows for name in row if name is not None})
-    with path.open("w", encoding="utf-8", newline="") as file:
+    with whole_file(path) as beside, beside.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=names, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_hybridop.commands.failures import forget_failure, write_failure
+from lightning_hybridop.commands.failures import write_failure
 from lightning_hybridop.commands.launch import LOGS, SECONDS_TO_END
 from lightning_hybridop.commands.recipes import load_recipe
-from lightning_hybridop.commands.resuming import AUTO, CONFIGURATION, newest_checkpoint
+from lightning_hybridop.commands.resuming import CONFIGURATION, go_on_from_newest
 
 
 def main() -> int:
@@ -29,13 +29,9 @@ def main() -> int:
     if rank > 0:
         _redirect_output(log)
     _end_with_launcher()
-    forget_failure(logs, rank)
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
-        config.resume = AUTO
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     try:
-        if config.resume == AUTO:
-            found = newest_checkpoint(folder)
-            config.checkpoint = None if found is None else {"path": str(found.path), "step": found.step}
+        go_on_from_newest(config, folder, restarted=restarted)
         load_recipe("fit")(config, folder)
     except Exception as error:
         write_failure(logs, rank, error)

@@ -4,7 +4,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 _FOLDERS = ("/proc/self/fd", "/dev/fd")
 
@@ -32,14 +32,11 @@ def cut_connections() -> None:
     for number, inode in list(_opened.items()):
         if present.get(number) != inode:
             continue
-        with socket.socket(fileno=os.dup(number)) as connection:
+        # It may have been closed by now, by Gloo or by the other side.
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
             # Gloo ends the process when its listening socket fails.
-            if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                continue
-            try:
+            if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 connection.shutdown(socket.SHUT_RDWR)
-            except OSError:  # it has been closed by the other side
-                continue
     _opened.clear()
 
 

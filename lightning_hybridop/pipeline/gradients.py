@@ -45,6 +45,16 @@ def gradients_of_all_stages(
                 parameter.grad = None
 
 
+def install_gradients(
+    parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor], *, share: float
+) -> None:
+    """Add a mini-batch's gradients, times its share of the optimizer's step, to those of the parameters of these names."""
+    for name, gradient in gradients.items():
+        parameter = parameters[name]
+        installed = gradient * share
+        parameter.grad = installed if parameter.grad is None else parameter.grad + installed
+
+
 def square_of_norm(gradients: Sequence[Tensor]) -> float:
     """Return the sum of squares over all gradients, accumulated in float32 or wider; 0 without any."""
     norms = [

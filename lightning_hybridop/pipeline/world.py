@@ -1,5 +1,6 @@
 """The processes of a run as one group: meeting, telling each other who failed first, meeting again, leaving."""
 
+import atexit
 import json
 import os
 import subprocess
@@ -79,6 +80,8 @@ class World:
         self._timeout = timeout
         self._patience = patience
         self._meetings = 0
+        self._connected = 0
+        self._has_parted = False
         self._noticed: Failure | None = None
         self._gone: set[int] = set()
         self._heartbeat: Heartbeat | None = None
@@ -113,7 +116,8 @@ class World:
         if self._heartbeat is not None:
             self._heartbeat.say_goodbye()
             self._heartbeat = None
-        if self._rank == 0 and not held_by_agent():
+        if self._rank == 0 and not held_by_agent() and not self._has_parted:
+            self._has_parted = True
             awaited = [rank for rank in range(1, self._size) if rank not in self._gone]
             deadline = time.monotonic() + SECONDS_TO_MEET
             while awaited and time.monotonic() < deadline:
@@ -121,7 +125,7 @@ class World:
                 time.sleep(0.05 if awaited else 0.0)
 
     def _has_ended(self, rank: int) -> bool:
-        said = (f"beats/{self._meetings}/left/{rank}", f"failed/{self._meetings}/{rank}")
+        said = (f"beats/{self._connected}/left/{rank}", f"failed/{self._connected}/{rank}")
         return any(self._store.check([key]) for key in said)
 
     def _rest(self) -> None:
@@ -290,6 +294,7 @@ class World:
             dist.init_process_group(
                 "gloo", store=connections, rank=self._rank, world_size=self._size, timeout=self._timeout
             )
+        self._connected = self._meetings
         self.watch()
 
     def _first(self, own: Failure) -> Failure:
@@ -300,8 +305,7 @@ class World:
             first = self._store.compare_set(f"{prefix}/first", "", json.dumps(asdict(own)))
         except RuntimeError:
             # The store dies with the process that holds it: rank 0, unless torchrun keeps it. The next one speaks.
-            gone = Failure(rank=0, host="unknown", stage="The process", sentence="it is gone")
-            return own if self._rank == 1 else gone
+            return own if self._rank == 1 else self._without_store(0.0)
         return Failure(**json.loads(first))
 
     def _silent(self) -> list[int]:
@@ -330,7 +334,8 @@ def enter(
 ) -> World:
     """Return the world that MASTER_ADDR and MASTER_PORT name, connected. Collective.
 
-    After a failure the processes meet over the same store as before. Connections go through `interface`; None takes the
+    After a failure the processes meet over the same store as before; what the first call in a process was given holds
+    for all. Connections go through `interface`; None takes the
     one from which the other hosts are reached.
 
     Raises:
@@ -356,6 +361,9 @@ def enter(
         world = World(store, rank=rank, size=size, timeout=timeout, patience=patience)
         world.connect()
     world.introduce("A process")
+    if not _entered:
+        # Before the interpreter takes itself apart: Gloo's threads end the process with an abort if they outlive it.
+        atexit.register(leave)
     _entered[address] = world
     return world
 

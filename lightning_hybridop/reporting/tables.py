@@ -159,3 +159,29 @@ def lost_time_table(lost: Mapping[str, Any]) -> RenderableType:
     for name, meaning in rows.items():
         table.add_row(name.replace("_", "-"), f"{lost[name]:.1f}", meaning)
     return table
+
+
+def rebuilt_table(
+    *,
+    checkpoint_step: int,
+    step: int,
+    mini_batches: int,
+    directions: int,
+    log_bytes: int,
+    checked: Sequence[int],
+) -> RenderableType:
+    """Return what `hybridop rebuild` replayed, what the log of it takes up, and the steps whose checksums fit."""
+    steps = step - checkpoint_step
+    where = ", ".join(map(str, checked)) if len(checked) <= 6 else f"{checked[0]} to {checked[-1]}"
+    rows = {
+        "steps replayed": f"{steps} (from {checkpoint_step} to {step})",
+        "mini-batches": str(mini_batches),
+        "directions": str(directions),
+        "bytes of log per step": f"{log_bytes / steps:.0f}" if steps else UNKNOWN,
+        "bytes of log per direction": f"{log_bytes / directions:.1f}" if directions else UNKNOWN,
+        "checks passed": f"{len(checked)} (step {where})" if checked else "0: none on the way",
+    }
+    table = Table(title="Rebuilt", title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table

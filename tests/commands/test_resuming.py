@@ -1,6 +1,8 @@
 """`resume=auto`: which folder, which checkpoint, and what had been logged."""
 
 import csv
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +50,14 @@ def test_broken_and_foreign_checkpoints_are_left_out_with_a_word(
     (tmp_path / "recovery" / "step-10.ckpt").write_text("no checkpoint")
     # One that would have to run code to be read.
     checkpoint(tmp_path / "recovery" / "step-11.ckpt", 11, somewhere=Path("somewhere"))
+    torch.save([1, 2], tmp_path / "recovery" / "step-12.ckpt")
 
     found = resuming.newest_checkpoint(tmp_path)
 
     assert found is not None
     assert found.step == 5
     said = capsys.readouterr().out.splitlines()
-    assert len([line for line in said if "is left out: " in line]) == 3
+    assert len([line for line in said if "is left out: " in line]) == 4
 
 
 def test_an_unfinished_run_of_the_same_options_is_found_wherever_it_lies(tmp_path: Path) -> None:
@@ -69,6 +72,49 @@ def test_an_unfinished_run_of_the_same_options_is_found_wherever_it_lies(tmp_pat
         resuming.unfinished_run(configured(tmp_path / "day" / "new", "model.learning_rate=0.5"), tmp_path)
         is None
     )
+
+
+def test_a_run_that_is_still_going_on_is_left_to_itself(tmp_path: Path) -> None:
+    saved(tmp_path / "day" / "same")
+    config = configured(tmp_path / "day" / "new")
+    script = (
+        "import sys, time; from pathlib import Path; from lightning_hybridop.commands.resuming import hold; "
+        "print(hold(Path(sys.argv[1])), flush=True); time.sleep(60)"
+    )
+
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "day" / "same")], stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "True\n"
+        assert resuming.unfinished_run(config, tmp_path) is None
+        assert not resuming.hold(tmp_path / "day" / "same")
+        other.kill()
+    assert resuming.unfinished_run(config, tmp_path) == tmp_path / "day" / "same"
+
+
+def test_other_hosts_are_no_other_run(tmp_path: Path) -> None:
+    saved(tmp_path / "run")
+
+    changed = configured(tmp_path / "run")
+    OmegaConf.set_struct(changed, False)
+    changed.hosts = {"hosts": [{"name": "nano"}]}
+    assert resuming.differences(changed, tmp_path / "run") == []
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def write() -> None:
+        with resuming.whole_file(path) as beside:
+            beside.write_text("ne")
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        write()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_run_that_learns_from_something_else_is_not_gone_on_with(tmp_path: Path) -> None:
@@ -105,8 +151,7 @@ def test_what_was_logged_before_stands_in_front_of_what_comes_after(tmp_path: Pa
     # Interrupted again, with a column more.
     metrics.write_text("epoch,step,train_loss\n0,2,3.1\n0,3,2.9\n0,4,")
     resuming.set_metrics_aside(tmp_path, 4)
-    # The row of step 0 is what was measured before going on.
-    metrics.write_text("step,train_loss\n0,9.0\n4,2.7\n")
+    metrics.write_text("step,train_loss\n4,2.7\n")
 
     resuming.join_metrics(tmp_path)
 

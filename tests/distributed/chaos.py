@@ -115,7 +115,9 @@ class _Progress(Callback):
             self.path.write_text(str(trainer.global_step))
 
 
-def _train(rank: int, stages: int, folder: Path, address: str, port: int, namespace: str | None) -> None:
+def _train(
+    rank: int, stages: int, folder: Path, address: str, port: int, namespace: str | None, copies: bool
+) -> None:
     """One process: what the worker of `hybridop fit` does, with a small model that needs no library to start."""
     if namespace is not None:
         with Path("/var/run/netns", namespace).open() as file:
@@ -123,7 +125,7 @@ def _train(rank: int, stages: int, folder: Path, address: str, port: int, namesp
                 raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
     os.environ.update(
         RANK=str(rank),
-        LOCAL_RANK="0" if namespace else str(rank),
+        LOCAL_RANK="0" if namespace or copies else str(rank),
         WORLD_SIZE=str(stages),
         LOCAL_WORLD_SIZE="1" if namespace else str(stages),
         GROUP_RANK=str(rank) if namespace else "0",
@@ -143,8 +145,11 @@ def _train(rank: int, stages: int, folder: Path, address: str, port: int, namesp
     disk = folder / "disk" if rank == 0 else folder / f"disk_of_rank_{rank}"
     progress = _Progress(folder / "step")
     trainer = lightning.Trainer(
-        strategy=HybridOPStrategy(stages=stages, zo_stages=1, timeout=60, heartbeat=HEARTBEAT),
+        strategy=HybridOPStrategy(
+            stages=stages, zo_stages=1, timeout=60, heartbeat=HEARTBEAT, checkpoint_copies=copies
+        ),
         accelerator="cpu",
+        default_root_dir=disk,
         max_steps=STEPS,
         callbacks=[ModelCheckpoint(disk / "recovery", every_n_train_steps=3), Recovery(folder), progress],
         logger=False,
@@ -152,22 +157,17 @@ def _train(rank: int, stages: int, folder: Path, address: str, port: int, namesp
         enable_model_summary=False,
     )
     found = newest_checkpoint(disk)
+    path = None if found is None else str(found.path)
+    if path is None and any(newest_checkpoint(other) for other in folder.glob("disk*")):
+        path = "on another disk"
     module = _Module()
-    trainer.fit(
-        module,
-        rows,
-        ckpt_path=str(found.path)
-        if found is not None
-        else "rank 0 has it"
-        if rank and newest_checkpoint(folder / "disk") is not None
-        else None,
-    )
+    trainer.fit(module, rows, ckpt_path=path)
     if rank == 0:
         trained = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
         torch.save({"loss": progress.losses[-1], "trained": trained}, folder / "result.pt")
 
 
-def _start(folder: Path, stages: int, network: Lan | None) -> list[BaseProcess]:
+def _start(folder: Path, stages: int, network: Lan | None, *, copies: bool = False) -> list[BaseProcess]:
     port = free_port()
     hosts = [] if network is None else list(network.addresses)
     address = "127.0.0.1" if network is None else network.addresses[hosts[0]]
@@ -175,7 +175,7 @@ def _start(folder: Path, stages: int, network: Lan | None) -> list[BaseProcess]:
     for rank in range(stages):
         namespace = None if network is None else f"{network.prefix}{hosts[rank]}"
         processes.append(
-            _CONTEXT.Process(target=_train, args=(rank, stages, folder, address, port, namespace))
+            _CONTEXT.Process(target=_train, args=(rank, stages, folder, address, port, namespace, copies))
         )
         processes[-1].start()
     return processes
@@ -226,20 +226,20 @@ def small_disk(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", "-l", str(folder)], check=True, timeout=20)
 
 
-def interrupted(folder: Path, trouble: Trouble) -> float:
+def interrupted(folder: Path, trouble: Trouble, *, copies: bool = False) -> float:
     """Begin a run, make trouble, and return the seconds in which all processes that could were gone.
 
-    What was in the way is put right afterwards.
+    What was in the way is put right afterwards. With `copies` each process is a host that keeps a copy of checkpoints.
     """
     hosts = [f"c{rank}" for rank in range(trouble.stages)]
     if trouble.kind != "unplug":
-        return _interrupted(folder, trouble, None)
+        return _interrupted(folder, trouble, None, copies)
     with lan(*hosts) as network:
-        return _interrupted(folder, trouble, network)
+        return _interrupted(folder, trouble, network, copies)
 
 
-def _interrupted(folder: Path, trouble: Trouble, network: Lan | None) -> float:
-    processes = _start(folder, trouble.stages, network)
+def _interrupted(folder: Path, trouble: Trouble, network: Lan | None, copies: bool) -> float:
+    processes = _start(folder, trouble.stages, network, copies=copies)
     try:
         deadline = time.monotonic() + SECONDS_TO_FINISH
         while _step(folder) < trouble.step:

@@ -1,6 +1,7 @@
 """Whatever happens to a run, at whatever moment: no process hangs, no checkpoint is broken, and it goes on to the same end."""
 
 import os
+import shutil
 import subprocess
 from contextlib import nullcontext
 from functools import cache
@@ -63,3 +64,18 @@ def test_a_run_that_something_happens_to_ends_and_goes_on(
     assert reached["trained"].keys() == expected["trained"].keys()
     for name, parameter in reached["trained"].items():
         assert torch.equal(parameter, expected["trained"][name]), (trouble, name)
+
+
+def test_a_run_goes_on_without_the_disk_of_rank_0(tmp_path: Path, undisturbed: Any) -> None:
+    trouble = chaos.Trouble(kind="kill", stages=3, rank=0, step=17, delay=0.0)
+    folder = tmp_path / "run"
+    folder.mkdir()
+
+    chaos.interrupted(folder, trouble, copies=True)
+    shutil.rmtree(folder / "disk")
+    reached = chaos.resumed(folder, trouble.stages)
+
+    expected = undisturbed(trouble.stages)
+    assert (folder / "disk_of_rank_1").exists()
+    assert reached["loss"] == expected["loss"]
+    assert all(torch.equal(value, expected["trained"][name]) for name, value in reached["trained"].items())

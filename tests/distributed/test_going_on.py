@@ -1,7 +1,9 @@
 """`hybridop fit`: a run whose process is killed starts again, or is gone on with later, and comes to the same end."""
 
+import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -76,6 +78,26 @@ def summary(folder: Path) -> dict[str, Any]:
     return found
 
 
+def losses(folder: Path) -> list[tuple[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [(row["step"], row["train_loss"]) for row in csv.DictReader(file)]
+
+
+def test_one_process_goes_on_and_an_ended_run_is_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "alone"
+    alone = ("cluster=local_1bp", "trainer.max_steps=12")
+    ended(folder, start(folder, *alone), 0)
+    logged = losses(folder)
+    said = ended(folder, start(folder, *alone, "resume=auto"), 0)
+    assert "has come to its end" in said.splitlines()[-1]
+    (folder / "summary.json").unlink()
+
+    ended(folder, start(folder, *alone, "resume=auto"), 0)
+
+    assert losses(folder) == logged
+    assert summary(folder)["steps"] == 12
+
+
 def test_an_interrupted_run_comes_to_the_same_end(tmp_path: Path) -> None:
     straight, restarted, continued = (tmp_path / name for name in ("straight", "restarted", "continued"))
     ended(straight, start(straight), 0)
@@ -101,6 +123,11 @@ def test_an_interrupted_run_comes_to_the_same_end(tmp_path: Path) -> None:
     found = summary(continued)
     assert found["after"]["val_loss"] == pytest.approx(expected["after"]["val_loss"], rel=1e-5)
     assert found["steps"] == 60
+    # Killed between its last step and its end: all that is left to do is done.
+    (continued / "summary.json").unlink()
+    shutil.rmtree(continued / "checkpoints")
+    ended(continued, start(continued, "resume=auto"), 0)
+    assert summary(continued)["after"] == pytest.approx(found["after"], rel=1e-5)
     steps = [line.split(",") for line in (continued / "metrics.csv").read_text().splitlines()]
     column = steps[0].index("step")
     logged = [int(row[column]) for row in steps[1:]]
