@@ -48,9 +48,8 @@ def test_setup_statistics_and_teardown_go_to_the_device_s_own_accelerator(npu: M
     accelerator.setup_device(torch.device("npu", 1))
     npu.set_device.assert_called_once_with(torch.device("npu", 1))
     assert accelerator.get_device_stats(torch.device("npu", 1))["allocated_bytes.all.current"] == 7
-    stats = accelerator.get_device_stats(
-        torch.device("cpu")
-    )  # what Lightning's monitor asks for in a pipeline
+    # What Lightning's monitor asks for in a pipeline.
+    stats = accelerator.get_device_stats(torch.device("cpu"))
     assert "cpu_percent" in stats
     assert stats["allocated_bytes.all.current"] == 7
     accelerator.setup_device(torch.device("cpu"))

@@ -78,18 +78,15 @@ def test_statistics_hold_what_torch_npu_and_the_driver_tool_say(
     accelerator.setup_device(torch.device("npu", 1))
     # Lightning's monitor asks for the root device, which is the CPU in a pipeline.
     asked = [accelerator.get_device_stats(device) for device in (torch.device("npu", 1), torch.device("cpu"))]
-    assert (
-        asked[0]
-        == asked[1]
-        == {
-            "allocated_bytes.all.current": 7,
-            "npu_memory_free": 3,
-            "npu_memory_total": 4,
-            "npu_utilization": 50,
-            "npu_power": 11.5,
-            "npu_temperature": 60.0,
-        }
-    )
+    assert asked[0] == {
+        "allocated_bytes.all.current": 7,
+        "npu_memory_free": 3,
+        "npu_memory_total": 4,
+        "npu_utilization": 50,
+        "npu_power": 11.5,
+        "npu_temperature": 60.0,
+    }
+    assert asked[1] == asked[0]
 
 
 def test_statistics_that_cannot_be_read_are_left_out(npu: Mock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,9 +34,14 @@ def fitted(
     module: Callable[[], lightning.LightningModule] = SgdModule,
     options: Mapping[str, Any] = {},
     trainer_options: Mapping[str, Any] = {},
-    steps: int = 2,
+    steps: int = 1,
+    batches: int = 1,
+    validates: bool = False,
 ) -> dict[str, Any]:
-    """Return the losses and the trained parameters after some steps, and where this rank computed."""
+    """Return the losses and the trained parameters after some steps, and where this rank computed.
+
+    The first step of all is compared; later ones add that what it learnt is used, and is enough to see once.
+    """
     losses: list[float] = []
     devices: set[str] = set()
 
@@ -56,15 +61,18 @@ def fitted(
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=1.0 if validates else 0,
         **trainer_options,
     )
-    trainer.fit(module(), loader(8 * steps), loader(4))
+    trainer.fit(module(), loader(8 * batches), loader(4))
     return {
         "losses": losses,
         "validation": float(trainer.callback_metrics.get("val_loss", torch.zeros(()))),
         "parameters": {name: value.cpu() for name, value in strategy.trainable_state_dict().items()},
         "devices": devices,
         "root": str(strategy.root_device),
+        "statistics": set(trainer.accelerator.get_device_stats(strategy.root_device)),
     }
 
 
@@ -78,11 +86,11 @@ def with_stand_in(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
-    "loss": partial(fitted, PLAN),
+    "loss": partial(fitted, PLAN, steps=2, batches=2, validates=True),
     "central difference, the same directions for all": partial(
-        fitted, replace(PLAN, difference="central"), options={"directions": "minibatch"}
+        fitted, replace(PLAN, difference="central", queries=1), options={"directions": "minibatch"}
     ),
-    "early exits": partial(fitted, replace(PLAN, exit_queries=2)),
+    "early exits": partial(fitted, replace(PLAN, queries=1, exit_queries=1)),
     "boundary": partial(fitted, replace(PLAN, estimator="boundary", difference="antithetic")),
     "boundary, queries together, directions of rows": partial(
         fitted,
@@ -91,18 +99,20 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
     ),
     "dropout, clipping": partial(
         fitted,
-        PLAN,
+        replace(PLAN, queries=1),
+        batches=2,
         module=partial(SgdModule, dropout=0.2),
         trainer_options={"gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
     ),
     "frozen": partial(fitted, replace(PLAN, stages=(replace(ZO, role="frozen"), BP))),
     "float16 before bfloat16": partial(
-        fitted, replace(PLAN, stages=(replace(ZO, dtype="float16"), replace(BP, dtype="bfloat16")))
+        fitted, replace(PLAN, queries=1, stages=(replace(ZO, dtype="float16"), replace(BP, dtype="bfloat16")))
     ),
     "float16 behind bfloat16": partial(
         fitted,
         replace(
             PLAN,
+            queries=1,
             stages=(
                 replace(ZO, device="cpu", dtype="bfloat16"),
                 replace(BP, role="zo", device="npu:0", dtype="float16"),
@@ -111,7 +121,7 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
     ),
     "all stages estimate": partial(
         fitted,
-        replace(PLAN, stages=(replace(ZO, device="cpu"), replace(BP, role="zo", device="npu:0"))),
+        replace(PLAN, queries=1, stages=(replace(ZO, device="cpu"), replace(BP, role="zo", device="npu:0"))),
     ),
 }
 
@@ -135,6 +145,8 @@ def test_stages_on_an_npu_learn_what_they_learn_on_the_cpu() -> None:
         )
         for npu, cpu in pairs:
             assert npu["root"] == "cpu"
+            assert ("npu_memory_total" in npu["statistics"]) == (npu["devices"] == {"npu:0"})
+            assert "cpu_percent" in npu["statistics"]
             if "float16" in name:  # the two attentions round differently
                 assert npu["losses"][0] == pytest.approx(cpu["losses"][0], rel=2e-3), name
                 continue

@@ -164,9 +164,13 @@ def test_what_counters_leave_out_is_estimated_and_added_or_makes_the_sum_unknown
 
     def report(profiles: dict[str, str]) -> energy.EnergyReport:
         strategy = pipeline([timeline(4)])
-        strategy.compute_device = Device(device)
+        strategy.compute_device, strategy.pipelined = Device(device), True
         strategy.plan = replace(
-            strategy.plan, stages=tuple(replace(stage, device=device) for stage in strategy.plan.stages)
+            strategy.plan,
+            stages=tuple(
+                replace(stage, name=f"board-{index}", device=device)
+                for index, stage in enumerate(strategy.plan.stages)
+            ),
         )
         strategy.stage_index = 0
         strategy.last_result = SimpleNamespace(timeline=timeline(4)[:1])  # busy for 4 s of 10
@@ -175,7 +179,7 @@ def test_what_counters_leave_out_is_estimated_and_added_or_makes_the_sum_unknown
         assert callback.report is not None
         return callback.report
 
-    known = report({device: str(profile)})
+    known = report({"board-0": str(profile)})
     assert [(share.joules, share.source) for share in known.shares] == [
         (12.0, "counters"),
         (2 * (4 * 20 + 6 * 5), "estimated from the profile card"),
@@ -188,8 +192,21 @@ def test_what_counters_leave_out_is_estimated_and_added_or_makes_the_sum_unknown
     assert unknown.joules is None
     assert str(unknown) == (
         f"Energy per sample is unknown: This host's energy counters (counters) leave out {device}. "
-        f"No profile is given for {device} (rank 0)."
+        f"No profile is given for board-0 or {device} (rank 0)."
     )
+
+
+def test_a_single_process_without_counters_is_estimated_by_its_device(
+    trainer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(energy, "host_meter", lambda: NO_COUNTERS)
+    profile = tmp_path / "board.yaml"
+    profile.write_text(json.dumps({"name": "board", "busy_w": 20, "idle_w": 5}), encoding="utf-8")
+    callback = Energy(profiles={"cpu": str(profile)})
+    trainer(strategy=HybridOPStrategy(stages=1), callbacks=[callback]).fit(
+        SgdModule(), token_loader(16), token_loader(8)
+    )
+    assert str(callback.report).endswith("J per sample (estimated from the profile board).")
 
 
 def test_an_unknown_profile_is_refused_before_the_run() -> None:
