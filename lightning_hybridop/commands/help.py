@@ -69,9 +69,9 @@ options (name=value; --show prints all):
   port=<port>                       on which the hosts find each other, in the place of the hosts file's
 
 examples:
-  hybridop launch hosts=lan.yaml workload=smollm2_135m recipe=quickstart
-  hybridop launch hosts=lan.yaml workload=smollm2_135m recipe=quickstart command=doctor start=true
-  hybridop launch hosts=lan.yaml plan=auto trainer.accelerator=hybridop start=true
+  hybridop launch hosts=lan.yaml workload=smollm2_135m workload.dtype=float16 recipe=quickstart
+  hybridop launch hosts=lan.yaml workload=smollm2_135m workload.dtype=float16 recipe=quickstart command=doctor start=true
+  hybridop launch hosts=lan.yaml plan=auto start=true
 """
 
 DOCTOR = """\

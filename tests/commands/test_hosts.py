@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hybridop.cli import main
+from lightning_hybridop.commands import help as help_of_launch
 from lightning_hybridop.commands import hosts
 from lightning_hybridop.commands.configuration import compose_runs
 from lightning_hybridop.commands.failures import RunError, RunInterruptedError
@@ -115,6 +116,41 @@ def test_each_host_is_told_what_to_start(file: Path, capsys: pytest.CaptureFixtu
         # The file itself need not be on the other hosts.
         parsed = OverridesParser.create().parse_override(command[-1])
         assert (parsed.key_or_group, unquoted(parsed.value())) == ("hosts", FILE)
+
+
+def test_the_documented_commands_can_be_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "hosts.md").read_text(encoding="utf-8")
+    texts = [page, (ROOT / "README.md").read_text(encoding="utf-8"), help_of_launch.LAUNCH]
+    lines = {
+        tuple(shlex.split(line, comments=True)[1:])
+        for text in texts
+        for line in text.splitlines()
+        if line.strip().startswith("hybridop ") and "hosts=lan.yaml" in line
+    }
+    (file,) = [block for block in page.split("```") if block.startswith("yaml\n# lan.yaml")]
+    (tmp_path / "lan.yaml").write_text(file.removeprefix("yaml\n"), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+
+    assert len(lines) >= 6
+    counts = []
+    for line in sorted(lines):
+        assert main([part for part in line if part != "start=true"]) == 0, capsys.readouterr().err
+        counts.append(capsys.readouterr().out.count("HYBRIDOP_HOST="))
+    # All hosts where the page says so, else those that make the run faster.
+    assert {0, 2, 3} == set(counts)
+
+
+@pytest.mark.parametrize("page", ["hosts", "security"])
+def test_every_documented_torchrun_tells_the_others_an_address(page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    commands = [shlex.split(line) for line in text.splitlines() if "torchrun --nnodes" in line]
+
+    addresses = [command[command.index("--local-addr") + 1] for command in commands]
+    assert len(set(addresses)) == 2
+    endpoint = commands[0][commands[0].index("--rdzv-endpoint") + 1]
+    assert endpoint == f"{addresses[0]}:29500"
 
 
 def test_with_a_measured_plan_every_device_has_a_process(
