@@ -92,9 +92,10 @@ def doctor(overrides: Sequence[str]) -> None:
     met = together and notes.attempt(
         "meeting", lambda: _meet(config, rank, size), "see that all hosts were started"
     )
-    if met and "HYBRIDOP_HOST" in os.environ:
+    if met:
         # As a run plans: for those that have come.
-        config.present = gather_json(host_name())
+        came = gather_json(host_name())
+        config.present = came if "HYBRIDOP_HOST" in os.environ else None
     notes.attempt("plan", lambda: _plan(config, plans))
     notes.attempt("data", lambda: _data(config), "pass other data")
     notes.attempt("model", lambda: _model(config), "pass another model")
