@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -29,7 +30,6 @@ SECONDS_TO_MEET = 8.0
 
 SECONDS_TO_REPORT = 1.0
 """How long, and a heartbeat more, one that has failed waits for the others' word before it calls them lost."""
-
 
 SECONDS_TO_ANSWER = 4.0
 """How long a process that has failed waits for an answer of the store."""
@@ -81,7 +81,7 @@ class World:
         self._patience = patience
         self._meetings = 0
         self._connected = 0
-        self._has_parted = False
+        self._has_waited = False
         self._noticed: Failure | None = None
         self._gone: set[int] = set()
         self._heartbeat: Heartbeat | None = None
@@ -108,7 +108,7 @@ class World:
         )
         self._heartbeat.start()
 
-    def part(self) -> None:
+    def say_goodbye(self) -> None:
         """Let the others know that this process ends as it should; the holder of the store stays until all others have.
 
         After a failure it stays until they know of that.
@@ -116,8 +116,8 @@ class World:
         if self._heartbeat is not None:
             self._heartbeat.say_goodbye()
             self._heartbeat = None
-        if self._rank == 0 and not held_by_agent() and not self._has_parted:
-            self._has_parted = True
+        if self._rank == 0 and not held_by_agent() and not self._has_waited:
+            self._has_waited = True
             awaited = [rank for rank in range(1, self._size) if rank not in self._gone]
             deadline = time.monotonic() + SECONDS_TO_MEET
             while awaited and time.monotonic() < deadline:
@@ -138,8 +138,9 @@ class World:
 
         Its own error, which follows as soon as it is done with what it computes, will find out who has failed.
         """
-        self._store.set(f"heard/{self._meetings}/{self._rank}", "")
         cut_connections()
+        with suppress(RuntimeError):  # the store is gone by now
+            self._store.set(f"heard/{self._meetings}/{self._rank}", "")
 
     def _end_without_process(self, ranks: list[int]) -> None:
         """Say that a process is lost, and end what this one waits for. Runs in a thread of the heartbeat's."""
@@ -371,7 +372,7 @@ def enter(
 def leave() -> None:
     """Leave the process group; processes that wait for this one see their connections close at once."""
     for world in _entered.values():
-        world.part()
+        world.say_goodbye()
     _disconnect()
 
 
