@@ -16,11 +16,12 @@ from lightning_hybridop.commands.recipes import load_recipe
 from lightning_hybridop.commands.resuming import (
     AUTO,
     CONFIGURATION,
-    SUMMARY,
+    ENDED,
     check_continues,
     differences,
     go_on_from_newest,
     hold,
+    is_ended,
     newest_checkpoint,
     unfinished_run,
     whole_file,
@@ -86,6 +87,8 @@ def _fit_together(overrides: Sequence[str]) -> None:
         check(run)
         if rank == 0 and not ended:
             write_configuration(run, goes_on=goes_on)
+        elif _keeps_copies(run) and (run.folder / CONFIGURATION).exists():
+            check_continues(run.config, run.folder)
     except Exception as error:
         problem = error
     mine = {"host": host_name(), "problem": None if problem is None else sentence(problem), "ended": ended}
@@ -95,13 +98,27 @@ def _fit_together(overrides: Sequence[str]) -> None:
     for other, answer in enumerate(told):
         if answer["problem"] is not None:
             raise ConfigurationError(f"Rank {other} (host {answer['host']}): {answer['problem']}")
-    if not told[0]["ended"]:
-        load_recipe("fit")(run.config, run.folder)
+    if told[0]["ended"]:
+        return
+    if _keeps_copies(run) and not (run.folder / CONFIGURATION).exists():
+        # What its copies of checkpoints are of.
+        check_folder(run.folder)
+        run.folder.mkdir(parents=True, exist_ok=True)
+        with whole_file(run.folder / CONFIGURATION) as beside:
+            OmegaConf.save(run.config, beside)
+    load_recipe("fit")(run.config, run.folder)
+    if _keeps_copies(run):
+        (run.folder / ENDED).touch()
+
+
+def _keeps_copies(run: Run) -> bool:
+    """Tell whether this process is the one of its host that keeps copies of rank 0's checkpoints."""
+    return bool(run.config.strategy.checkpoint_copies) and os.environ.get("LOCAL_RANK") == "0"
 
 
 def has_ended(folder: Path) -> bool:
     """Tell whether a folder holds a run that has come to its end, and say so if it does."""
-    ended = (folder / SUMMARY).exists()
+    ended = is_ended(folder)
     if ended:
         print(f"The run in {folder} has come to its end; pass another folder= for a new one.", flush=True)
     return ended
@@ -172,19 +189,21 @@ def join_run(overrides: Sequence[str]) -> tuple[Run, bool]:
             "RANK is set but torchrun did not start this process; pass folder=<folder>, so that all ranks share one."
         )
     store = meeting_store(rank=rank, size=size, timeout=SECONDS_TO_COME)
-    candidate = None if _names_folder(overrides) else unfinished_run(own.config, own.folder.parents[1])
     mine = {
         "new": _portable(own.folder),
-        "unfinished": None if candidate is None else _portable(candidate),
         # torchrun counts a start only where a process had failed.
         "goes_on": own.config.resume == AUTO or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0,
         "host": host_name(),
     }
     told = tell_all(store, mine, topic="fit", rank=rank, size=size)
     goes_on = any(other["goes_on"] for other in told)
-    # Folders are named after the time.
-    unfinished = max((other["unfinished"] for other in told if other["unfinished"]), default=None)
-    folder = Path(unfinished if goes_on and unfinished is not None else told[0]["new"])
+    folder = Path(told[0]["new"])
+    if goes_on and not _names_folder(overrides):
+        candidate = unfinished_run(own.config, own.folder.parents[1])
+        name = None if candidate is None else _portable(candidate)
+        names = tell_all(store, name, topic="unfinished", rank=rank, size=size)
+        # They are named after the time.
+        folder = Path(max((one for one in names if one is not None), default=folder))
     run = compose_runs("fit", overrides, folder=folder)[0]
     known = (run.folder / CONFIGURATION).exists() and not differences(run.config, run.folder)
     found = newest_checkpoint(run.folder) if goes_on and known else None

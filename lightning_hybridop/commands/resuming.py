@@ -2,6 +2,7 @@
 
 import csv
 import fcntl
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ SUMMARY = "summary.json"
 METRICS = "metrics.csv"
 METRICS_BEFORE = "metrics-before.csv"
 HELD = ".held"
+ENDED = ".ended"
+"""Where only copies of a run's checkpoints lie: it has come to its end."""
 
 MAY_CHANGE = (
     "folder",
@@ -96,9 +99,14 @@ def unfinished_run(config: DictConfig, parent: Path) -> Path | None:
     """
     folders = [path.parent for path in parent.glob(f"*/*/{CONFIGURATION}")]
     for folder in sorted(folders, key=lambda one: (one / CONFIGURATION).stat().st_mtime, reverse=True):
-        if not (folder / SUMMARY).exists() and not differences(config, folder) and not _is_held(folder):
+        if not is_ended(folder) and not differences(config, folder) and not _is_held(folder):
             return folder
     return None
+
+
+def is_ended(folder: Path) -> bool:
+    """Tell whether the run in a folder has come to its end, as far as is known on this host."""
+    return any((folder / name).exists() for name in (SUMMARY, ENDED))
 
 
 _held: list[TextIO] = []
@@ -132,7 +140,8 @@ def _is_held(folder: Path) -> bool:
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a path to write to, and move what was written there to `path`, which is thus never half written."""
-    beside = path.with_name(f".{path.name}.partial")
+    # Its own: several processes may write to one disk.
+    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield beside
         beside.replace(path)
