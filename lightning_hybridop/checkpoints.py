@@ -1,5 +1,6 @@
 """Checkpoints of plain containers, in files that appear whole or not at all."""
 
+import glob
 import os
 import pickle
 import re
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
@@ -137,6 +139,11 @@ class WholeCheckpointIO(TorchCheckpointIO):
         target.parent.mkdir(parents=True, exist_ok=True)
         # Its own: copies of several processes may go to one disk.
         partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        for left in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
+            process = left.suffixes[-2].removeprefix(".")
+            # Left by one that was killed while it saved.
+            if process.isdecimal() and not psutil.pid_exists(int(process)):
+                left.unlink(missing_ok=True)
         try:
             with partial.open("wb") as file:
                 torch.save(checkpoint, file)

@@ -399,11 +399,16 @@ def test_a_host_too_few_is_no_failure_where_fewer_are_enough(capsys: pytest.Capt
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_interrupt_ends_all(number: signal.Signals, capsys: pytest.CaptureFixture[str]) -> None:
     before = set(children())
+    # What starts the tests may have told its children to ignore it.
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(1.5, os.kill, (os.getpid(), number)).start()
     expected: type[BaseException] = KeyboardInterrupt if number == signal.SIGINT else RunInterruptedError
 
-    with pytest.raises(expected):
-        start([command("nano", STAY), command("nx", STAY)], needed=2)
+    try:
+        with pytest.raises(expected):
+            start([command("nano", STAY), command("nx", STAY)], needed=2)
+    finally:
+        signal.signal(signal.SIGINT, ignored)
 
     assert set(children()) <= before
     assert capsys.readouterr().out.count("stays") == 2

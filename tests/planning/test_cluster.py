@@ -123,8 +123,12 @@ def test_only_keeps_the_links_of_the_devices_that_stay() -> None:
     assert cluster.only(("gpu-0", "npu-0")).links == {}
     assert cluster.only(("gpu-0", "npu-1")).links == cluster.links
     assert cluster.only(("npu-1",)).usable_memory == 0.5
+    with pytest.raises(
+        ClusterError, match=r"^The cluster desk has no device tpu; it has gpu-0, npu-0, npu-1\.$"
+    ):
+        cluster.only(("npu-1", "tpu"))
     with pytest.raises(ClusterError, match=r"^devices: found none, expected at least one;"):
-        cluster.only(("tpu",))
+        cluster.only(())
 
 
 def test_a_link_takes_a_byte_eight_bits_of_its_bandwidth() -> None:
