@@ -100,6 +100,7 @@ from lightning_hybridop.pipeline.ownership import (
     synchronise,
 )
 from lightning_hybridop.pipeline.packing import can_be_packed
+from lightning_hybridop.pipeline.raw_bytes import as_bytes
 from lightning_hybridop.pipeline.replicas import Replicas, joined_on_first, renumbered, share_of, side_by_side
 from lightning_hybridop.pipeline.stand_ins import StandIn
 from lightning_hybridop.pipeline.weights import lacks_values, materialise
@@ -1290,7 +1291,7 @@ class HybridOPStrategy(ParallelStrategy):
         if self.world_size == 1:
             return super().all_gather(tensor, group, sync_grads)
         # As bytes in host memory: Gloo's collectives know neither bfloat16 nor int16, nor other devices.
-        mine = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        mine = as_bytes(tensor)
         gathered = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(gathered, mine, group=group)
         return torch.stack([part.view(tensor.dtype).view(tensor.shape) for part in gathered]).to(

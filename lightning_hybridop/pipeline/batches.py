@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybridop.pipeline.raw_bytes import as_bytes
+
 
 class BatchError(ValueError):
     """A batch that a pipeline cannot slice or compare."""
@@ -159,7 +161,6 @@ def fingerprint(batch: Any) -> int:
     """Return a 32-bit checksum over all tensors of a batch, their shapes included."""
     checksum = 0
     for tensor in tensors(batch):
-        data = tensor.detach().cpu().contiguous()
-        checksum = zlib.crc32(repr((tuple(data.shape), data.dtype)).encode(), checksum)
-        checksum = zlib.crc32(data.reshape(-1).view(torch.uint8).numpy().tobytes(), checksum)
+        checksum = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), checksum)
+        checksum = zlib.crc32(as_bytes(tensor).numpy().tobytes(), checksum)
     return checksum

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybridop.pipeline.batches import BatchError
+from lightning_hybridop.pipeline.raw_bytes import as_bytes
 
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -38,7 +39,7 @@ def pack(value: Any) -> bytes:
     shapes = [[_NAMES[tensor.dtype], list(tensor.shape)] for tensor in tensors]
     header = json.dumps([described, shapes]).encode()
     tensors = [tensor.to("cpu").contiguous() for tensor in tensors]
-    parts = [tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
+    parts = [as_bytes(tensor).numpy().tobytes() for tensor in tensors]
     return b"".join([len(header).to_bytes(8, "little"), header, *parts])
 
 

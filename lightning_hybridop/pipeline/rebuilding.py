@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -14,6 +13,7 @@ from lightning_hybridop.estimation.estimators import Estimate
 from lightning_hybridop.estimation.scalar_log import Clipping, Coefficients, ScalarLog, StepSettings
 from lightning_hybridop.pipeline.estimates import estimated_gradients
 from lightning_hybridop.pipeline.gradients import clip_to_norm, clip_to_value, install_gradients
+from lightning_hybridop.pipeline.raw_bytes import as_bytes
 
 _CHECKSUM_BYTES = 16
 
@@ -36,9 +36,9 @@ def checksum(parameters: Mapping[str, Tensor]) -> bytes:
     """Return 16 bytes that tell parameters apart by names, dtypes, shapes and bits."""
     digest = hashlib.blake2b(digest_size=_CHECKSUM_BYTES)
     for name in sorted(parameters):
-        value = parameters[name].detach().cpu().contiguous()
+        value = parameters[name]
         digest.update(repr((name, str(value.dtype), tuple(value.shape))).encode())
-        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(as_bytes(value).numpy().data)
     return digest.digest()
 
 

@@ -9,6 +9,8 @@ import math
 import torch
 from torch import Tensor
 
+from lightning_hybridop.pipeline.raw_bytes import as_bytes
+
 _INT8_STEPS = 127
 _SCALE_BYTES = 4
 
@@ -36,7 +38,7 @@ def encode(tensor: Tensor, form: torch.dtype) -> Tensor:
         tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         largest = torch.finfo(torch.float16).max
         tensor = torch.where(tensor.isinf(), tensor, tensor.clamp(-largest, largest))
-    return tensor.to(form).contiguous().reshape(-1).view(torch.uint8)
+    return as_bytes(tensor.to(form))
 
 
 def decode(message: Tensor, shape: tuple[int, ...], form: torch.dtype) -> Tensor:
