@@ -17,8 +17,8 @@ from tests.network import namespaces
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300)]
 
-RUNS = int(os.environ.get("HYBRIDOP_CHAOS_RUNS", "8"))
-"""Two of each kind of trouble; more are drawn when more are asked for."""
+RUNS = int(os.environ.get("HYBRIDOP_CHAOS_RUNS", "4"))
+"""One of each kind of trouble; more are drawn when more are asked for."""
 
 
 @cache
