@@ -20,7 +20,14 @@ from rich.console import Console
 
 from lightning_hybridop.callbacks import AdapterCheckpoint, ComuTi, Energy, PeakMemory, Recovery
 from lightning_hybridop.commands.parts import factory, run_module, run_plan, run_strategy, trainer_options
-from lightning_hybridop.commands.resuming import AUTO, METRICS, join_metrics, set_metrics_aside
+from lightning_hybridop.commands.resuming import (
+    AUTO,
+    METRICS,
+    SUMMARY,
+    join_metrics,
+    set_metrics_aside,
+    whole_file,
+)
 from lightning_hybridop.planning.plan import save_plan
 from lightning_hybridop.reporting import Change, lost_time_table, run_summary
 
@@ -99,7 +106,9 @@ def fit(config: DictConfig, folder: Path) -> None:
     energy = next((callback.report for callback in chosen if isinstance(callback, Energy)), None)
     if energy is not None:
         summary["energy"] = asdict(energy)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    # Whole or not at all: by this file a run is known to have come to its end.
+    with whole_file(folder / SUMMARY) as beside:
+        beside.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     console = Console()
     console.print(
         run_summary(

@@ -46,12 +46,6 @@ class LostTime:
     replay: float
     replayed_steps: int
 
-    @property
-    def total(self) -> float:
-        """All of it."""
-        parts = (self.detection, self.restart, self.start_up, self.planning, self.reload, self.replay)
-        return sum(parts)
-
 
 class Recovery(Callback):
     """Notes a failure in `folder`, and after a restart measures what it cost until the run is where it was.

@@ -1,6 +1,5 @@
 """`hybridop rebuild`: what the forward-only stages of a run had learnt since a checkpoint, from the run's log of scalars."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_hybridop.checkpoints import check_whole, code_refused
 from lightning_hybridop.commands.configuration import ConfigurationError, compose_runs
-from lightning_hybridop.commands.resuming import whole_checkpoints
+from lightning_hybridop.commands.resuming import whole_checkpoints, whole_file
 from lightning_hybridop.estimation.scalar_log import ScalarLog, read_scalar_log
 from lightning_hybridop.pipeline.rebuilding import RebuildError, estimated_between, rebuild
 from lightning_hybridop.planning.fields import check_whole as check_whole_number
@@ -129,9 +128,5 @@ def _optimizer_class(name: str) -> Any:
 
 def _save(parameters: dict[str, Tensor], path: Path, *, step: int) -> None:
     """Write a file that appears whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        save_file(parameters, partial, metadata={"step": str(step)})
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole_file(path) as beside:
+        save_file(parameters, beside, metadata={"step": str(step)})
